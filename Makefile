@@ -1,0 +1,64 @@
+# A fresh machine needs Python >= 3.11, make, and a package index that pip can reach. Nothing else.
+#
+#   make demo                 train a small transformer, plain and sharded, side by side
+#   make test                 lint, types, tests
+#   make fuzz SECONDS=600     let Hypothesis look for programs we get wrong
+#   make bench                step time, memory and bytes on the wire against the alternatives
+#
+# Another interpreter in another environment:  make test PYTHON=python3.12 VENV=.venv-312
+
+PYTHON  ?= python3
+VENV    ?= .venv
+WORKERS ?= 2
+SECONDS  = 600
+ARGS    ?=
+
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint types pytest fuzz bench format clean
+
+demo: $(VENV)/.installed
+	$(BIN)/shardstep demo $(ARGS)
+
+test: lint types pytest
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed-test
+	$(BIN)/mypy
+
+pytest: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+# Round after round in a fresh process, so that compiled programs do not pile up in memory. The Hypothesis
+# profile (tests/conftest.py) ends a round when the time is up.
+fuzz: $(VENV)/.installed-test
+	@until=$$(( $$(date +%s) + $(SECONDS) )); round=0; \
+	while [ $$(date +%s) -lt $$until ]; do \
+	  round=$$((round + 1)); echo "== fuzz round $$round, $$((until - $$(date +%s))) s left"; \
+	  SHARDSTEP_FUZZ_UNTIL=$$until $(BIN)/python -m pytest -q -n $(WORKERS) -m hypothesis --hypothesis-profile=fuzz $(ARGS) || exit 1; \
+	done; echo "== no counterexample in $$round rounds"
+
+bench: $(VENV)/.installed-bench
+	$(BIN)/python benchmarks/core.py $(ARGS)
+
+format: $(VENV)/.installed-test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+
+# One stamp for each set of extras. A stamp is written last: an interrupted install is simply done again.
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	@touch $@
+
+$(VENV)/.installed-%: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
+	@touch $@

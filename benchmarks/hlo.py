@@ -1,0 +1,183 @@
+"""What a compiled program sends: every collective in the text of an optimized HLO module.
+
+    for c in collectives(compiled.as_text()):
+        print(c.kind, c.dtype, c.bytes, c.wire_bytes, c.in_loop)
+
+Reads what the CPU, GPU and TPU backends print: synchronous and `-start` forms, fused (tuple-shaped) collectives,
+tiled layouts, all notations of replica groups, and the TPU's `all-reduce-scatter` fusions.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "ragged-all-to-all", "collective-permute")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of the program. A fused one, over several arrays, is one record."""
+
+    kind: str
+    dtype: str  # of its largest array
+    bytes: int  # all of the data taken together: what is reduced, before scattering or after gathering
+    group: int  # how many replicas take part
+    in_loop: bool  # inside the body of a while loop: it runs once per iteration
+    arrays: int  # how many arrays travel in it
+    name: str
+
+    @property
+    def wire_bytes(self) -> float:
+        """The bytes each replica sends under the bandwidth-optimal (ring) algorithm."""
+        away = (self.group - 1) / self.group
+        return {"all-reduce": 2 * away, "collective-permute": 1.0}.get(self.kind, away) * self.bytes
+
+
+def collectives(text: str) -> list[Collective]:
+    """Every collective in `compiled.as_text()`, in the order of the text."""
+    computations = dict(_computations(text))
+    loops = _reachable(computations, _bodies(text))
+    everyone = _header_int(text, "replica_count") * _header_int(text, "num_partitions")
+    return [
+        found
+        for computation, lines in computations.items()
+        for line in lines
+        if (found := _collective(line, computation, everyone, computation in loops)) is not None
+    ]
+
+
+def counts(found: Iterable[Collective]) -> dict[str, int]:
+    """How many of each kind."""
+    tally: dict[str, int] = {}
+    for collective in found:
+        tally[collective.kind] = tally.get(collective.kind, 0) + 1
+    return tally
+
+
+def wire_bytes(found: Iterable[Collective]) -> float:
+    """Bytes each replica sends in one pass over the program (a loop body counted once)."""
+    return sum(collective.wire_bytes for collective in found)
+
+
+# --- the module as computations -------------------------------------------------------------------------------------
+
+_NAME = r"%?([\w.\-]+)"
+_OPENING = re.compile(rf"^(?:ENTRY\s+)?{_NAME}\s*(?:\(.*\)\s*->.*)?\{{\s*$")
+_CALLED = re.compile(rf"\b(?:calls|to_apply|body|condition|true_computation|false_computation)={_NAME}")
+_CALLED_SET = re.compile(r"\b(?:branch_computations|called_computations|calls)=\{([^}]*)\}")
+
+
+def _computations(text: str) -> Iterator[tuple[str, list[str]]]:
+    name, lines = None, []
+    for line in text.splitlines():
+        opening = _OPENING.match(line)
+        if opening:
+            name, lines = opening[1], []
+        elif line.startswith("}") and name is not None:
+            yield name, lines
+            name = None
+        elif name is not None:
+            lines.append(line)
+
+
+def _bodies(text: str) -> set[str]:
+    return set(re.findall(rf"\bbody={_NAME}", text))
+
+
+def _called(lines: Iterable[str]) -> set[str]:
+    names: set[str] = set()
+    for line in lines:
+        names.update(_CALLED.findall(line))
+        for group in _CALLED_SET.findall(line):
+            names.update(part.strip().lstrip("%") for part in group.split(","))
+    return names
+
+
+def _reachable(computations: dict[str, list[str]], roots: set[str]) -> set[str]:
+    seen: set[str] = set()
+    todo = list(roots)
+    while todo:
+        name = todo.pop()
+        if name not in seen:
+            seen.add(name)
+            todo.extend(_called(computations.get(name, ())))
+    return seen
+
+
+def _header_int(text: str, name: str) -> int:
+    header = text.split("\n", 1)[0]
+    match = re.search(rf"\b{name}=(\d+)", header)
+    return int(match[1]) if match else 1
+
+
+# --- one instruction ------------------------------------------------------------------------------------------------
+
+_KIND = "|".join(sorted(KINDS, key=len, reverse=True))
+_INSTRUCTION = re.compile(rf"^\s*(?:ROOT\s+)?{_NAME} = (?P<type>.*?) (?P<kind>{_KIND})(?P<start>-start)?\(")
+_ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,<= ]*)\]")
+_GROUPS_LISTED = re.compile(r"replica_groups=\{\{([\d, ]*)\}")
+_GROUPS_COUNTED = re.compile(r"replica_groups=\[(\d+),(\d+)\]")
+_GROUPS_OF_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}")
+
+
+def _collective(line: str, computation: str, everyone: int, in_loop: bool) -> Collective | None:
+    match = _INSTRUCTION.match(line)
+    if match is None:
+        return None
+    kind, type_ = match["kind"], match["type"]
+    # The `-start` of these returns (operands, results, ...): only the results are counted.
+    if match["start"] and kind != "all-reduce":
+        type_ = _elements(type_)[1]
+    group = _group_size(line, everyone)
+    arrays = _arrays(type_)
+    size = sum(nbytes for _, nbytes in arrays)
+    if kind == "reduce-scatter":
+        size *= group
+    if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
+        kind = "reduce-scatter"  # a TPU fusion of all-reduce and slice that moves only a scatter's bytes
+    dtype = max(arrays, key=lambda array: array[1])[0] if arrays else "token"
+    return Collective(kind, dtype, size, group, in_loop, len(arrays), match[1])
+
+
+def _elements(type_: str) -> list[str]:
+    """The elements of a tuple type; parentheses also occur inside tiled layouts, `f32[8,128]{1,0:T(8,128)}`."""
+    inner = type_.strip()
+    if not inner.startswith("("):
+        return [inner, inner]
+    depth, start, parts = 0, 1, []
+    for i, char in enumerate(inner):
+        depth += (char in "([{") - (char in ")]}")
+        if (char == "," and depth == 1) or depth == 0:
+            parts.append(inner[start:i])
+            start = i + 1
+    return parts
+
+
+def _arrays(type_: str) -> list[tuple[str, int]]:
+    return [
+        (dtype, math.ceil(math.prod(int(d.strip("<= ")) for d in dims.split(",") if d.strip()) * _bits(dtype) / 8))
+        for dtype, dims in _ARRAY.findall(type_)
+    ]
+
+
+def _bits(dtype: str) -> int:
+    if dtype == "pred":
+        return 8
+    digits = re.search(r"\d+", dtype)  # f32, bf16, s8, u4, c64, f8e4m3fn
+    return int(digits[0]) if digits else 0
+
+
+def _group_size(line: str, everyone: int) -> int:
+    """From `{{0,1,2,3},{4,5,6,7}}`, from `[2,4]<=[8]`, or from `mesh['a'=2,'b'=4] {'b'}`; no groups: everyone."""
+    if counted := _GROUPS_COUNTED.search(line):
+        return int(counted[2])
+    if listed := _GROUPS_LISTED.search(line):
+        return len(listed[1].split(","))
+    if named := _GROUPS_OF_MESH.search(line):
+        sizes = {axis: int(size) for axis, size in re.findall(r"'([^']*)'=(\d+)", named[1])}
+        taken = re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", named[2])  # `'b':(2)2` is a part of axis b, of size 2
+        return math.prod(int(part) if part else sizes[axis] for axis, part in taken)
+    return everyone

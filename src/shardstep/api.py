@@ -1,0 +1,244 @@
+"""`shard`: capture -> plan -> rewrite -> run."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from . import interpreter
+from .arguments import Call, Signature, abstract, as_tuple
+from .capture import Batch, Captured, capture, uses_axis
+from .errors import ShardstepError
+from .layout import Axis, Layout, Varying, partition_spec
+from .options import Options
+from .plan import Decided, Plan, decide
+from .state import place
+
+
+def shard(
+    step: Callable[..., Any],
+    mesh: Mesh | None = None,
+    *,
+    axis: str | Sequence[str] | None = None,
+    batch_argnums: int | Sequence[int] | None = None,
+    batch_argnames: str | Sequence[str] | None = None,
+    batch_axis: int | Sequence[int] = 0,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    axis_name: str | None = None,
+    weights: str = "auto",
+    group: int | None = None,
+    options: Options | None = None,
+) -> ShardedStep:
+    """Shard the weight update of a training step across data-parallel replicas.
+
+    Args:
+        step: the training step, unchanged: `(state, batch) -> (state, metrics)` in any order, jitted or not.
+        mesh: where it runs; all devices on one axis `"data"` if None.
+        axis: the mesh axis or axes that carry the batch; all of them if None.
+        batch_argnums, batch_argnames: the arguments that hold the examples, where they cannot be found by themselves.
+        batch_axis: the dimension that holds the examples, one for all or one per batch argument.
+        static_argnums, static_argnames: as for `jax.jit`.
+        axis_name: set for a per-replica step, as for `pmap` or `shard_map`: the axis its collectives name.
+        weights: how weights rest between steps: `"replicated"`, `"sharded"`, or `"auto"`.
+        group: shard the state over groups of this many replicas, and all-reduce between the groups.
+        options: see `Options`.
+
+    Returns:
+        A callable with the step's own signature, and `.plan`, `.place` and `.lower`.
+    """
+    if weights not in ("auto", "replicated", "sharded"):
+        raise ShardstepError(f"weights={weights!r}: choose 'replicated', 'sharded' or 'auto'")
+    if mesh is None:
+        mesh = Mesh(np.asarray(jax.devices()), ("data",))
+    signature = Signature.of(step, static_argnums, static_argnames)
+    batch = Batch(
+        None if batch_argnums is None else as_tuple(batch_argnums, int),
+        None if batch_argnames is None else as_tuple(batch_argnames, str),
+        batch_axis if isinstance(batch_axis, int) else tuple(batch_axis),
+    )
+    replicas = Replicas.of(mesh, axis, group)
+    return ShardedStep(step, signature, replicas, batch, axis_name, weights, options or Options())
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """The mesh as shardstep uses it: Auto axes, the data axes among them, and those that state may be split along."""
+
+    mesh: Mesh
+    axes: tuple[Axis, ...]
+    shared: tuple[bool, ...]
+
+    @property
+    def count(self) -> int:
+        return int(np.prod([a.size for a in self.axes]))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(n for a in self.axes for n in a.names)
+
+    @classmethod
+    def of(cls, mesh: Mesh, axis: str | Sequence[str] | None, group: int | None) -> Replicas:
+        names = tuple(mesh.axis_names) if axis is None else as_tuple(axis, str)
+        for name in names:
+            if name not in mesh.axis_names:
+                raise ShardstepError(f"axis={name!r} is not an axis of the mesh, which has {', '.join(mesh.axis_names)}")
+        names = tuple(n for n in mesh.axis_names if n in names)
+        size = int(np.prod([mesh.shape[n] for n in names]))
+        # ordinary code on arrays of an Explicit mesh raises sharding errors; the rewritten step needs an Auto mesh
+        auto = Mesh(mesh.devices, mesh.axis_names)
+        if group is None or group == size:
+            return cls(auto, (Axis(names, size),), (True,))
+        return cls._grouped(auto, names, size, group)
+
+    @classmethod
+    def _grouped(cls, mesh: Mesh, names: tuple[str, ...], size: int, group: int) -> Replicas:
+        """Split the data axis in two: between groups, and within a group."""
+        if len(names) != 1:
+            raise ShardstepError("group= needs one data axis; on a mesh with several, name the inner one with axis=")
+        if group < 1 or size % group:
+            raise ShardstepError(f"group={group} does not divide the {size} replicas of axis {names[0]!r}")
+        where = mesh.axis_names.index(names[0])
+        shape = mesh.devices.shape
+        devices = mesh.devices.reshape(*shape[:where], size // group, group, *shape[where + 1 :])
+        between, within = f"{names[0]}_groups", f"{names[0]}_group"
+        axis_names = (*mesh.axis_names[:where], between, within, *mesh.axis_names[where + 1 :])
+        axes = (Axis((between,), size // group), Axis((within,), group))
+        return cls(Mesh(devices, axis_names), axes, (False, True))
+
+
+class ShardedStep:
+    """A training step whose weight update is sharded. Called like the step itself."""
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        signature: Signature,
+        replicas: Replicas,
+        batch: Batch,
+        axis_name: str | None,
+        weights: str,
+        options: Options,
+    ):
+        functools.update_wrapper(self, step, updated=())
+        self.step = step
+        self.replicas = replicas
+        self.axis_name = axis_name
+        self.options = options
+        self._signature = signature
+        self._batch = batch
+        self._weights = weights
+        self._programs: dict[Any, Rewritten] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        program, call = self.program(args, kwargs)
+        return program(program.place(call.leaves))
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """What would be done for these arguments (arrays or `jax.ShapeDtypeStruct`s); nothing is run."""
+        return self.program(args, kwargs)[0].decided.plan
+
+    def place(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """The arguments, laid out as the step wants them. A call does this by itself when needed."""
+        program, call = self.program(args, kwargs)
+        args, kwargs = call.rebuild(program.place(call.leaves))
+        return (*args, kwargs) if kwargs else args
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """The rewritten step, lowered for arguments of these shapes."""
+        return self.program(args, kwargs)[0].lower()
+
+    def program(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Rewritten, Call]:
+        """The rewritten step for arguments of this kind, and the arguments taken apart for it."""
+        call = self._signature.take_apart(args, kwargs)
+        key = call.key
+        program = self._programs.get(key)
+        if program is None:
+            program = self._programs[key] = self._rewrite(args, kwargs)
+        if program.captured.call.traced != call.traced:
+            call = self._signature.take_apart(args, kwargs, numbers_static=True)
+        return program, call
+
+    def _rewrite(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Rewritten:
+        replicas = self.replicas
+        captured = capture(
+            self.step, self._signature, args, kwargs, self._batch, replicas.names, replicas.count, self.axis_name
+        )
+        if self.axis_name is not None and not uses_axis(captured.program, self.axis_name):
+            raise ShardstepError(
+                f"axis_name={self.axis_name!r} is set, but the step has no collective over that axis: each replica would train on"
+                " its own batch alone. For a step that is written for the whole batch (as for jax.jit) leave axis_name out."
+            )
+        decided = decide(captured, replicas.mesh, replicas.axes, replicas.shared, self._weights, self.options)
+        return Rewritten(captured, decided, replicas, self.options)
+
+
+class Rewritten:
+    """A captured step with its plan, as a compiled function on arrays."""
+
+    def __init__(self, captured: Captured, decided: Decided, replicas: Replicas, options: Options):
+        self.captured = captured
+        self.decided = decided
+        self.mesh = replicas.mesh
+        axes = replicas.axes
+        inputs = [v.array for v in captured.program.inputs]
+        specs = [
+            self._spec(array.ndim, layout, axes, captured.batch.get(i))
+            for i, (array, layout) in enumerate(zip(inputs, decided.inputs, strict=True))
+        ]
+        outs = [
+            self._spec(max(atom.array.ndim, 1), layout, axes, 0)
+            for atom, layout in zip(captured.program.outputs, decided.outputs, strict=True)
+        ]
+        constants = [value for _, value in captured.program.constants]
+        self.shardings = [NamedSharding(self.mesh, spec) for spec in specs]
+        self.constants = [jax.device_put(c, NamedSharding(self.mesh, PartitionSpec())) for c in constants]
+        self.donated = tuple(captured.state) if options.donate else ()
+        self._run = jax.jit(
+            jax.shard_map(
+                functools.partial(_replica, decided, len(inputs)),
+                mesh=self.mesh,
+                in_specs=(*specs, *[PartitionSpec()] * len(constants)),
+                out_specs=tuple(outs),
+                axis_names=set(replicas.names),
+                check_vma=options.check,
+            ),
+            donate_argnums=self.donated,
+        )
+
+    @staticmethod
+    def _spec(ndim: int, layout: Layout, axes: tuple[Axis, ...], dim: int | None) -> PartitionSpec:
+        """How an input or output lies over the mesh. Replicas' own values lie side by side along `dim`."""
+        if any(isinstance(p, Varying) for p in layout):
+            assert dim is not None
+            names = tuple(n for a in axes for n in a.names)
+            return PartitionSpec(*[None] * dim, names)
+        return partition_spec(ndim, layout, axes)
+
+    def place(self, leaves: Sequence[Any]) -> list[Any]:
+        return place(leaves, self.shardings, self.captured.paths, self.donated)
+
+    def __call__(self, leaves: Sequence[Any]) -> Any:
+        return self.captured.rebuild(self._run(*leaves, *self.constants))
+
+    def lower(self) -> jax.stages.Lowered:
+        shapes = [
+            jax.ShapeDtypeStruct(shape.shape, shape.dtype, weak_type=shape.weak_type, sharding=sharding)
+            for shape, sharding in zip(map(abstract, self.captured.call.leaves), self.shardings, strict=True)
+        ]
+        return self._run.lower(*shapes, *self.constants)
+
+
+def _replica(decided: Decided, count: int, *blocks: jax.Array) -> tuple[jax.Array, ...]:
+    """What one replica does."""
+    outputs = interpreter.run(decided.schedule, blocks[:count], blocks[count:])
+    return tuple(
+        x[None] if any(isinstance(p, Varying) for p in layout) and x.ndim == 0 else x
+        for x, layout in zip(outputs, decided.outputs, strict=True)
+    )

@@ -1,0 +1,138 @@
+"""Run the plain and the sharded program side by side and say what differed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from .api import Rewritten, ShardedStep, shard
+from .capture import Captured
+from .layout import Varying
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far one output leaf is from the plain run's after all steps."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    exact: bool  # bit for bit
+    absolute: float  # largest difference
+    relative: float  # of the leaf's largest value
+
+
+@dataclass(frozen=True)
+class Check:
+    """What `check` found, leaf by leaf."""
+
+    steps: int
+    replicas: int
+    leaves: tuple[Difference, ...]
+
+    @property
+    def exact(self) -> bool:
+        return all(leaf.exact for leaf in self.leaves)
+
+    @property
+    def relative(self) -> float:
+        """The largest relative difference of any leaf."""
+        return max((leaf.relative for leaf in self.leaves), default=0.0)
+
+    def within(self, tolerance: float) -> bool:
+        """Floating-point leaves within the tolerance; all other leaves exact."""
+        return all(leaf.exact or leaf.relative <= tolerance for leaf in self.leaves)
+
+    def __str__(self) -> str:
+        lines = [f"{self.steps} steps on {self.replicas} replicas against the plain program"]
+        for leaf in sorted(self.leaves, key=lambda leaf: -leaf.relative):
+            what = "exact" if leaf.exact else f"differs by {leaf.absolute:.3g} ({leaf.relative:.3g} of its largest value)"
+            lines.append(f"  {leaf.path}  {leaf.dtype}{list(leaf.shape)}  {what}")
+        return "\n".join(lines)
+
+
+def check(step: Callable[..., Any], *args: Any, steps: int = 3, **kwargs: Any) -> Check:
+    """Run `step` plain and sharded for some steps from the same arguments and compare every output leaf.
+
+    `step` is a `ShardedStep` or a plain step, which is then sharded over all devices. The arguments are not consumed.
+    """
+    sharded = step if isinstance(step, ShardedStep) else shard(step)
+    program, call = sharded.program(args, kwargs)
+    plain = _plain(sharded, program)
+    ours, theirs = list(call.leaves), list(call.leaves)
+    for _ in range(steps):
+        out = jax.tree.leaves(program(program.place(ours)))
+        reference = plain(theirs)
+        ours, theirs = _advance(program.captured, ours, out), _advance(program.captured, theirs, reference)
+    paths = [p + jax.tree_util.keystr(path) for p, path in _paths(program.captured)]
+    arrays = [leaf for leaf in out if hasattr(leaf, "dtype")]
+    compared = (_compare(p, a, b) for p, a, b in zip(paths, arrays, reference, strict=True))
+    return Check(steps, sharded.replicas.count, tuple(compared))
+
+
+def _plain(sharded: ShardedStep, program: Rewritten) -> Callable[[list[Any]], list[Any]]:
+    """The step as its user would run it without shardstep: `jit`, or `shard_map` for a per-replica step."""
+    captured = program.captured
+
+    def flat(*leaves: Any) -> list[Any]:
+        args, kwargs = captured.call.rebuild(leaves)
+        return [x for x in jax.tree.leaves(sharded.step(*args, **kwargs)) if hasattr(x, "dtype") or np.isscalar(x)]
+
+    if captured.axis_name is None:
+        run = jax.jit(flat)
+        return lambda leaves: run(*[np.asarray(x) if isinstance(x, jax.Array) and _is_data(x) else x for x in leaves])
+    mesh = jax.sharding.Mesh(sharded.replicas.mesh.devices.reshape(-1), (captured.axis_name,))
+    ins = [
+        PartitionSpec(*[None] * captured.batch[i], captured.axis_name) if i in captured.batch else PartitionSpec()
+        for i in range(len(captured.paths))
+    ]
+    own = [any(isinstance(p, Varying) for p in layout) for layout in program.decided.outputs]
+    outs = [PartitionSpec(captured.axis_name) if o else PartitionSpec() for o in own]
+
+    def one_replica(*leaves: Any) -> list[Any]:
+        return [jnp.asarray(x)[None] if o and jnp.ndim(x) == 0 else x for x, o in zip(flat(*leaves), own, strict=True)]
+
+    run = jax.jit(jax.shard_map(one_replica, mesh=mesh, in_specs=tuple(ins), out_specs=outs, check_vma=False))
+    return lambda leaves: run(*[np.asarray(x) if isinstance(x, jax.Array) and _is_data(x) else x for x in leaves])
+
+
+def _is_data(x: jax.Array) -> bool:
+    return not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _advance(captured: Captured, inputs: list[Any], outputs: list[Any]) -> list[Any]:
+    """The next step's arguments: new state, same everything else."""
+    arrays = [x for x in outputs if hasattr(x, "dtype")]
+    return [arrays[captured.state[i]] if i in captured.state else x for i, x in enumerate(inputs)]
+
+
+def _paths(captured: Captured) -> list[tuple[str, Any]]:
+    count = captured.out_tree.num_leaves
+    constants = {i for i, _ in captured.out_constants}
+    tree = jax.tree.unflatten(captured.out_tree, list(range(count)))
+    found = jax.tree_util.tree_leaves_with_path(tree)
+    return [("output", path) for i, (path, _) in enumerate(found) if i not in constants]
+
+
+def _compare(path: str, ours: Any, theirs: Any) -> Difference:
+    if not _is_data(ours):
+        ours, theirs = jax.random.key_data(ours), jax.random.key_data(theirs)
+    dtype = str(ours.dtype)
+    a, b = np.asarray(ours), np.asarray(theirs)
+    exact = a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
+    if exact:
+        return Difference(path, a.shape, dtype, True, 0.0, 0.0)
+    if not jnp.issubdtype(a.dtype, jnp.inexact):
+        return Difference(path, a.shape, dtype, False, float("inf"), float("inf"))
+    wide = np.complex128 if jnp.issubdtype(a.dtype, jnp.complexfloating) else np.float64
+    a, b = a.astype(wide), b.astype(wide)
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    absolute = float(np.max(np.where(same, 0.0, np.abs(a - b)), initial=0.0))
+    largest = float(np.max(np.abs(b), initial=0.0))
+    return Difference(path, a.shape, dtype, False, absolute, absolute / largest if largest else absolute)

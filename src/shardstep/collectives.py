@@ -1,0 +1,180 @@
+"""A change of layout is a collective, and nothing else communicates.
+
+    Partial -> Replicated   all-reduce            Split -> Replicated   all-gather
+    Partial -> Split        reduce-scatter        Replicated -> Split   slice (free)
+    Replicated -> Partial   keep on one (free)    Split(a) -> Split(b)  all-to-all
+
+`moves` says which of these a conversion takes, axis by axis; the planner counts them and `convert` performs them, so
+that what is predicted is what is run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from . import compat
+from .layout import REPLICATED, Array, Axis, Layout, Partial, Placement, Replicated, Split, Varying, block_shape
+
+
+class Move(NamedTuple):
+    """One placement changes along one axis."""
+
+    axis: int
+    source: Placement
+    target: Placement
+
+    @property
+    def kind(self) -> str:
+        match self.source, self.target:
+            case Partial(), Replicated():
+                return "all-reduce"
+            case Partial("add"), Split():
+                return "reduce-scatter"
+            case Partial(), Split():
+                return "all-reduce"  # there is no scattering max: reduce, then slice
+            case Split(), Replicated():
+                return "all-gather"
+            case Split(outer=1), Split(outer=1):
+                return "all-to-all"
+            case Split(), _:
+                return "all-gather"
+            case _:
+                return "local"
+
+
+def wire_bytes(kind: str, nbytes: float, n: int) -> float:
+    """Bytes that one replica sends for a collective on a value of `nbytes` (ring algorithms)."""
+    share = (n - 1) / n
+    return {"all-reduce": 2 * share, "reduce-scatter": share, "all-gather": share, "all-to-all": share / n, "local": 0}[
+        kind
+    ] * nbytes
+
+
+def cost(source: Placement, target: Placement, nbytes: float, n: int) -> float:
+    """Bytes on the wire for one placement to become another; infinite where it cannot."""
+    if source == target:
+        return 0.0
+    if isinstance(source, Varying) or isinstance(target, Varying) and not isinstance(source, Replicated):
+        return math.inf
+    return wire_bytes(Move(0, source, target).kind, nbytes, n)
+
+
+def moves(source: Layout, target: Layout) -> Iterator[Move]:
+    """The conversion as single moves, in an order in which every step is a layout.
+
+    Axes that split the same dimension nest in mesh order, so an outer axis cannot be gathered under an inner one:
+    inner splits are undone first (innermost axis first) and made again last (outermost first).
+    """
+    current = list(source)
+    for k in reversed(range(len(current))):
+        inner_of_change = isinstance(current[k], Split) and any(
+            current[j] != target[j] and _dims(current[j], target[j]) & _dims(current[k]) for j in range(k)
+        )
+        if isinstance(current[k], Split) and (inner_of_change or (current[k] != target[k] and not _direct(current, target, k))):
+            yield Move(k, current[k], REPLICATED)
+            current[k] = REPLICATED
+    for k in range(len(current)):
+        if current[k] != target[k]:
+            yield Move(k, current[k], target[k])
+
+
+def _dims(*placements: Placement) -> set[int]:
+    return {p.dim for p in placements if isinstance(p, Split)}
+
+
+def _direct(current: list[Placement], target: Layout, k: int) -> bool:
+    """May axis k go from split to split in one all-to-all? Only if no other axis shares either dimension."""
+    if not isinstance(target[k], Split):
+        return False
+    others = _dims(*(p for j, p in enumerate(current) if j != k), *(p for j, p in enumerate(target) if j != k))
+    return not others & _dims(current[k], target[k])
+
+
+def layout_cost(source: Layout, target: Layout, array: Array, axes: tuple[Axis, ...]) -> float:
+    return sum(bytes for _, bytes in priced_moves(source, target, array, axes))
+
+
+def priced_moves(source: Layout, target: Layout, array: Array, axes: tuple[Axis, ...]) -> Iterator[tuple[Move, float]]:
+    """Each move with the bytes it puts on the wire."""
+    current = list(source)
+    for move in moves(source, target):
+        current[move.axis] = REPLICATED
+        held = math.prod(block_shape(array.shape, tuple(current), axes)) * (array.nbytes / max(array.size, 1))
+        yield move, wire_bytes(move.kind, held, axes[move.axis].size)
+        current[move.axis] = move.target
+
+
+def convert(x: jax.Array, source: Layout, target: Layout, axes: tuple[Axis, ...]) -> jax.Array:
+    """Make the replica's block of one layout into its block of another (inside `shard_map`)."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) and source != target:
+        data = convert(jax.random.key_data(x), source, target, axes)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    for move in moves(source, target):
+        x = _perform(x, move, axes[move.axis])
+    return x
+
+
+def _perform(x: jax.Array, move: Move, axis: Axis) -> jax.Array:
+    match move.source, move.target:
+        case Partial(op), Replicated():
+            return reduce(x, op, axis)
+        case Partial("add"), Split() as s:
+            return _in_view(x, s, lambda v, d: lax.psum_scatter(v, axis.name, scatter_dimension=d, tiled=True))
+        case Partial(op), Split() as s:
+            return block(reduce(x, op, axis), s, axis)
+        case Split() as s, Replicated():
+            return gather(x, s, axis)
+        case Split(outer=1) as a, Split(outer=1) as b:
+            return lax.all_to_all(x, axis.name, split_axis=b.dim, concat_axis=a.dim, tiled=True)
+        case Split() as a, other:
+            return _perform(gather(x, a, axis), Move(move.axis, REPLICATED, other), axis)
+        case Replicated(), Split() as s:
+            return block(x, s, axis)
+        case Replicated(), Partial("add"):
+            return jnp.where(lax.axis_index(axis.name) == 0, varying(x, *axis.names), jnp.zeros((), x.dtype))
+        case Replicated(), Partial() | Varying():
+            return varying(x, *axis.names)
+    raise AssertionError(f"no way from {move.source} to {move.target}")
+
+
+def reduce(x: jax.Array, op: str, axis: Axis) -> jax.Array:
+    """All-reduce."""
+    if x.dtype == jnp.bool_:
+        return reduce(x.astype(jnp.int8), op, axis).astype(jnp.bool_)
+    return {"add": lax.psum, "max": lax.pmax, "min": lax.pmin}[op](x, axis.name)
+
+
+def gather(x: jax.Array, split: Split, axis: Axis) -> jax.Array:
+    """All-gather, certified by JAX's type system to be the same on every replica."""
+    return _in_view(x, split, lambda v, d: lax.all_gather(v, axis.name, axis=d, tiled=True, to="invarying"))
+
+
+def block(x: jax.Array, split: Split, axis: Axis) -> jax.Array:
+    """The replica's own block of a value that it holds whole."""
+
+    def take(v: jax.Array, d: int) -> jax.Array:
+        size = v.shape[d] // axis.size
+        return lax.dynamic_slice_in_dim(v, lax.axis_index(axis.name) * size, size, d)
+
+    return _in_view(varying(x, *axis.names), split, take)
+
+
+def varying(x: jax.Array, *names: str) -> jax.Array:
+    """The same data, typed as differing between replicas."""
+    missing = tuple(n for n in names if n not in compat.varying_axes(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def _in_view(x: jax.Array, split: Split, act: Any) -> jax.Array:
+    """Apply `act(view, dim)` where an outer factor of the split dimension is a dimension of its own."""
+    if split.outer == 1:
+        return act(x, split.dim)
+    d, shape = split.dim, x.shape
+    done = act(x.reshape(*shape[:d], split.outer, shape[d] // split.outer, *shape[d + 1 :]), d + 1)
+    return done.reshape(*shape[:d], -1, *shape[d + 1 :])

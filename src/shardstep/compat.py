@@ -1,0 +1,100 @@
+"""The only file that knows JAX versions or touches `jax._src`."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from typing import Any
+
+import jax
+from jax.extend import source_info_util
+from jax.extend.core import primitives as exported
+
+# Primitives that training steps contain and JAX does not export, with the module that defines them.
+_HOMES = {
+    "all_gather_invariant": "lax.parallel",
+    "call_hi_primitive": "hijax",
+    "cholesky_update": "lax.linalg",
+    "composite": "lax.lax",
+    "custom_lin": "custom_derivatives",
+    "custom_vmap": "custom_batching",
+    "debug_callback": "debugging",
+    "debug_print": "debugging",
+    "empty": "lax.lax",
+    "from_edtype": "lax.lax",
+    "geqrf": "lax.linalg",
+    "inspect_sharding": "debugging",
+    "io_callback": "callback",
+    "iota_2x32_shape": "random.prng",
+    "layout_constraint": "pjit",
+    "linear_call": "custom_derivatives",
+    "lu_pivots_to_permutation": "lax.linalg",
+    "mulhi": "lax.lax",
+    "optimization_barrier": "lax.lax",
+    "ormqr": "lax.linalg",
+    "platform_index": "lax.control_flow",
+    "pbroadcast": "lax.parallel",
+    "psum_invariant": "lax.parallel",
+    "pure_callback": "callback",
+    "pvary": "core",
+    "ragged_dot_general": "lax.lax",
+    "random_clone": "random",
+    "random_unwrap": "random.prng",
+    "random_wrap": "random.prng",
+    "reduce_scatter": "lax.parallel",
+    "remat_opt": "custom_derivatives",
+    "reshard": "pjit",
+    "scatter_sub": "lax",
+    "shard_map": "shard_map",
+    "split": "lax",
+    "stack": "lax.lax",
+    "symmetric_product": "lax.linalg",
+    "tie": "lax.lax",
+    "tile": "lax.lax",
+    "to_edtype": "lax.lax",
+    "unstack": "lax.lax",
+    "zeros_like": "ad_util",
+}
+
+
+def primitive(name: str) -> Any:
+    """The primitive `<name>_p`, or None where this JAX does not have it."""
+    found = getattr(exported, f"{name}_p", None)
+    if found is None and name in _HOMES:
+        module = importlib.import_module(f"jax._src.{_HOMES[name]}")
+        found = getattr(module, f"{name}_p", None)
+    return found
+
+
+def primitives(names: str) -> list[Any]:
+    """Those of the space-separated names that this JAX has."""
+    return [p for p in map(primitive, names.split()) if p is not None]
+
+
+def source_line(source_info: Any) -> str:
+    """`train.py:31 (loss_fn)`: where in the user's program an equation was written."""
+    return source_info_util.summarize(source_info)
+
+
+def at_source(source_info: Any) -> contextlib.AbstractContextManager[None]:
+    """Trace under the user's source line, so that profiles of the rewritten step point at the user's code."""
+    return source_info_util.user_context(source_info.traceback, name_stack=source_info.name_stack)
+
+
+def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
+    """(jaxpr, constants) of a jaxpr in either of its forms: since JAX 0.12 the two are one class."""
+    if hasattr(jaxpr, "consts"):
+        return getattr(jaxpr, "jaxpr", jaxpr), list(jaxpr.consts)
+    return jaxpr, []
+
+
+def key_impl_name(dtype: Any) -> str:
+    """`threefry2x32`, `rbg`, ...: the generator that a key array's dtype belongs to."""
+    return dtype._impl.name
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """The mesh axes along which JAX's types say that `x` differs between replicas."""
+    aval = jax.typeof(x)
+    kind = getattr(aval, "manual_axis_type", None)
+    return kind.varying if kind is not None else getattr(aval, "vma", frozenset())

@@ -1,0 +1,157 @@
+"""Train the demo model twice, step by step in turn: replicated under `jax.jit`, sharded under `shardstep.shard`."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from importlib.resources import files
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+import shardstep
+
+from .model import Config, State, init, train_step
+
+EXAMPLES_PER_REPLICA = 2
+TOLERANCE = 1e-3  # relative; what reassociated sums may drift over a demo's worth of steps
+
+Batch = dict[str, np.ndarray]
+
+
+@dataclass
+class Run:
+    """One of the two trainings: its step, its state, and what was observed so far."""
+
+    name: str
+    step: Callable[[State, Batch], tuple[State, dict[str, Any]]]
+    state: State
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    def advance(self, batch: Batch) -> None:
+        start = time.perf_counter()
+        self.state, metrics = jax.block_until_ready(self.step(self.state, batch))
+        self.seconds.append(time.perf_counter() - start)
+        self.losses.append(float(metrics["loss"]))
+
+    @property
+    def step_ms(self) -> float:
+        """The median step; the first one compiles, and is left out where there are others."""
+        return 1e3 * statistics.median(self.seconds[1:] or self.seconds)
+
+
+def demo(steps: int) -> bool:
+    """Run the demo; did the two trainings agree?"""
+    console = Console()
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    tokens, config = load_text()
+    step = functools.partial(train_step, config=config)
+    plain, sharded = runs = (
+        Run("jax.jit", replicated(step, mesh), init(jax.random.key(0), config)),
+        Run("shardstep.shard", shardstep.shard(step, mesh), init(jax.random.key(0), config)),
+    )
+    describe(console, plain.state, mesh)
+    train(console, runs, batches(tokens, config, EXAMPLES_PER_REPLICA * mesh.size), steps)
+    console.print(summary(plain, sharded))
+    return verdict(console, plain, sharded)
+
+
+def replicated(step: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
+    """What a user writes today: the batch split over the replicas, everything else on all of them."""
+    everywhere, by_example = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
+    return jax.jit(step, in_shardings=(everywhere, by_example), out_shardings=everywhere, donate_argnums=0)
+
+
+# --- data -----------------------------------------------------------------------------------------------------------
+
+
+def load_text() -> tuple[np.ndarray, Config]:
+    """The text as one long array of character numbers."""
+    text = files(__package__).joinpath("text.txt").read_text(encoding="utf-8")
+    characters, tokens = np.unique(list(text), return_inverse=True)
+    return tokens.astype(np.int32), Config(vocabulary=len(characters))
+
+
+def batches(tokens: np.ndarray, config: Config, size: int) -> Iterator[Batch]:
+    """Random windows of the text; each target is the character that follows."""
+    rng = np.random.default_rng(0)
+    while True:
+        starts = rng.integers(0, len(tokens) - config.context, size)
+        windows = tokens[starts[:, None] + np.arange(config.context + 1)]
+        yield {"input": windows[:, :-1], "target": windows[:, 1:]}
+
+
+# --- the show -------------------------------------------------------------------------------------------------------
+
+
+def train(console: Console, runs: tuple[Run, ...], data: Iterator[Batch], steps: int) -> None:
+    columns = (
+        TextColumn("{task.description:<16}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.4f}"),
+        TextColumn("{task.fields[ms]:7.1f} ms a step"),
+    )
+    with Progress(*columns, console=console) as progress:
+        tasks = [progress.add_task(run.name, total=steps, loss=float("nan"), ms=float("nan")) for run in runs]
+        for batch in itertools.islice(data, steps):
+            for run, task in zip(runs, tasks, strict=True):
+                run.advance(batch)
+                progress.update(task, advance=1, loss=run.losses[-1], ms=run.step_ms)
+
+
+def describe(console: Console, state: State, mesh: Mesh) -> None:
+    count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    console.print(
+        f"A character transformer of {count:,} parameters with AdamW, on {mesh.size} simulated replicas of "
+        f"{EXAMPLES_PER_REPLICA} examples each. The first step compiles."
+    )
+
+
+def summary(plain: Run, sharded: Run) -> Table:
+    table = Table("", plain.name, sharded.name, "ratio", title="the same training step, twice")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    table.add_row("loss at the first step", f"{plain.losses[0]:.6f}", f"{sharded.losses[0]:.6f}", "")
+    table.add_row("loss at the last step", f"{plain.losses[-1]:.6f}", f"{sharded.losses[-1]:.6f}", "")
+    before, after = plain.step_ms, sharded.step_ms
+    table.add_row("median step", f"{before:.1f} ms", f"{after:.1f} ms", ratio(before, after))
+    for name, part in (("weights", lambda s: s.params), ("optimizer state", lambda s: (s.mean, s.square))):
+        before, after = (bytes_a_replica(part(run.state)) for run in (plain, sharded))
+        table.add_row(f"{name} a replica", megabytes(before), megabytes(after), ratio(before, after))
+    return table
+
+
+def verdict(console: Console, plain: Run, sharded: Run) -> bool:
+    differences = np.abs(np.subtract(plain.losses, sharded.losses)) / np.abs(plain.losses)
+    agree = bool(np.all(differences <= TOLERANCE))
+    console.print(
+        f"{'Same losses' if agree else 'The losses differ'}: over {len(differences)} steps the largest relative "
+        f"difference is {differences.max():.1e}; {np.sum(differences == 0)} are equal to the last bit."
+    )
+    return agree
+
+
+def bytes_a_replica(tree: Any) -> int:
+    """What the first device really holds of these arrays."""
+    first = jax.devices()[0]
+    shards = (shard for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards)
+    return sum(shard.data.nbytes for shard in shards if shard.device == first)
+
+
+def megabytes(count: float) -> str:
+    return f"{count / 1e6:.2f} MB"
+
+
+def ratio(before: float, after: float) -> str:
+    return f"{before / after:.2f}x"

@@ -1,0 +1,98 @@
+"""Run a schedule on a replica's blocks, inside `shard_map`.
+
+Everything was decided in `propagate.py`. Here an equation's operands are converted (the only place that communicates), its
+primitive is bound on local blocks, and the results are remembered with their layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+from . import compat
+from .collectives import convert, varying
+from .layout import Axis, Layout, Replicated, Split, local_shape
+from .program import Atom, Literal, Var
+from .propagate import Forms, whole
+from .rules import Block, Local, control_flow
+from .schedule import Schedule, Step
+
+
+def run(schedule: Schedule, arrays: Sequence[Any], constants: Sequence[Any] | None = None) -> list[Any]:
+    """The schedule's outputs on this replica, from this replica's blocks of its inputs.
+
+    `constants` stand in for the program's own, which would otherwise be compiled into it.
+    """
+    axes = schedule.axes
+    env: dict[Var, Forms] = {}
+
+    def read(atom: Atom, layout: Layout) -> Any:
+        if isinstance(atom, Literal):
+            value = np.asarray(atom.value, atom.array.dtype)
+            return value if layout == whole(axes) else convert(jax.numpy.asarray(value), whole(axes), layout, axes)
+        forms = env[atom]
+        source = forms.source(layout, atom.array, axes)
+        if source != layout:
+            forms.held[layout] = convert(forms.held[source], source, layout, axes)
+        return forms.held[layout]
+
+    def write(var: Var, layout: Layout, value: Any) -> None:
+        env[var] = Forms(layout, _typed(value, layout, axes))
+
+    for var, layout, array in zip(schedule.program.inputs, schedule.inputs, arrays, strict=True):
+        write(var, layout, array)
+    for i, (var, value) in enumerate(schedule.program.constants):
+        write(var, whole(axes), value if constants is None else constants[i])
+    for step in schedule.steps:
+        with compat.at_source(step.equation.source):
+            operands = [read(a, layout) for a, layout in zip(step.equation.inputs, step.operands, strict=True)]
+            results = _results(step, operands, axes)
+        for var, layout, value in zip(step.equation.outputs, step.results, results, strict=True):
+            write(var, layout, value)
+    return [
+        _typed(read(atom, layout), layout, axes)
+        for atom, layout in zip(schedule.program.outputs, schedule.outputs, strict=True)
+    ]
+
+
+def _results(step: Step, operands: list[Any], axes: tuple[Axis, ...]) -> Sequence[Any]:
+    if step.bodies:
+        return control_flow.emit(step, _match(operands, step.operands, axes), run)
+    operands = _alike(operands)
+    if step.emit is None and step.equation.primitive.multiple_results:
+        return step.equation.primitive.bind(*operands, **step.params)
+    if step.emit is None:
+        return [step.equation.primitive.bind(*operands, **step.params)]
+    inputs = [_block(a.array.shape, layout, axes) for a, layout in zip(step.equation.inputs, step.operands, strict=True)]
+    outputs = [_block(v.array.shape, layout, axes) for v, layout in zip(step.equation.outputs, step.results, strict=True)]
+    local = Local(step.equation.primitive, step.params, tuple(inputs), tuple(outputs), tuple(n for a in axes for n in a.names))
+    return step.emit(local, *operands)
+
+
+def _alike(operands: list[Any]) -> list[Any]:
+    """JAX's types tell what differs between replicas; a primitive wants operands of one kind."""
+    names = set().union(*(compat.varying_axes(x) for x in operands)) if operands else set()
+    return [varying(x, *sorted(names)) for x in operands] if names else operands
+
+
+def _match(operands: list[Any], layouts: Sequence[Layout], axes: tuple[Axis, ...]) -> list[Any]:
+    return [_typed(x, layout, axes) for x, layout in zip(operands, layouts, strict=True)]
+
+
+def _typed(x: Any, layout: Layout, axes: tuple[Axis, ...]) -> Any:
+    """A block that its layout calls different between replicas is typed as such, even if it happens not to be."""
+    names = [n for a, p in zip(axes, layout, strict=True) if not isinstance(p, Replicated) for n in a.names]
+    return varying(x, *names) if names else x
+
+
+def _block(shape: tuple[int, ...], layout: Layout, axes: tuple[Axis, ...]) -> Block:
+    local, offsets = shape, [0] * len(shape)
+    for placement, axis in zip(layout, axes, strict=True):
+        if isinstance(placement, Split):
+            local = local_shape(local, placement, axis.size)
+            offsets[placement.dim] = offsets[placement.dim] + lax.axis_index(axis.name) * local[placement.dim]
+    return Block(shape, local, tuple(offsets))

@@ -1,0 +1,164 @@
+"""A training step as data: a flat list of equations.
+
+JAX nests calls (`jit`, `custom_jvp`, `remat`, ...) that mean nothing to layouts, so they are inlined here, once, and
+every later stage sees one flat program. Only control flow keeps bodies, as programs of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import compat
+from .layout import Array
+
+
+class Var:
+    """A value of the program. Compared by identity."""
+
+    __slots__ = ("array",)
+
+    def __init__(self, array: Array):
+        self.array = array
+
+
+class Literal:
+    """A constant written into the program."""
+
+    __slots__ = ("array", "value")
+
+    def __init__(self, value: Any, array: Array):
+        self.value = value
+        self.array = array
+
+
+Atom = Var | Literal
+
+
+@dataclass(frozen=True, eq=False)
+class Equation:
+    primitive: Any
+    params: Mapping[str, Any]
+    inputs: tuple[Atom, ...]
+    outputs: tuple[Var, ...]
+    source: Any  # JAX's SourceInfo: see `line`
+    bodies: tuple[Program, ...] = ()
+    effects: frozenset[Any] = field(default_factory=frozenset)
+
+    @property
+    def line(self) -> str:
+        """The user's source line."""
+        return compat.source_line(self.source)
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    inputs: tuple[Var, ...]
+    outputs: tuple[Atom, ...]
+    equations: tuple[Equation, ...]
+    constants: tuple[tuple[Var, Any], ...] = ()
+
+    def walk(self) -> Iterator[Equation]:
+        """Every equation, those inside loops and branches included."""
+        for equation in self.equations:
+            yield equation
+            for body in equation.bodies:
+                yield from body.walk()
+
+
+_P = compat.primitive
+
+# Calls that are inlined, with the parameter that holds what they call.
+_CALLS: dict[Any, str] = {
+    _P("jit"): "jaxpr",
+    _P("closed_call"): "call_jaxpr",
+    _P("call"): "call_jaxpr",
+    _P("custom_jvp_call"): "call_jaxpr",
+    _P("custom_vjp_call"): "call_jaxpr",
+    _P("custom_vmap"): "call",
+    _P("composite"): "jaxpr",
+    _P("linear_call"): "callee",
+    _P("remat"): "jaxpr",
+}
+
+# Control flow keeps its bodies.
+_BODIES: dict[Any, Callable[[Mapping[str, Any]], Sequence[Any]]] = {
+    _P("scan"): lambda params: (params["jaxpr"],),
+    _P("while"): lambda params: (params["cond_jaxpr"], params["body_jaxpr"]),
+    _P("cond"): lambda params: params["branches"],
+}
+
+
+def flatten(jaxpr: Any) -> Program:
+    """Inline the calls of a closed jaxpr and drop what nothing reads."""
+    closed, constants = compat.open_jaxpr(jaxpr)
+    inputs = tuple(Var(_array(v)) for v in closed.invars)
+    builder = _Builder()
+    outputs = builder.inline(closed, constants, inputs)
+    return prune(Program(inputs, tuple(outputs), tuple(builder.equations), tuple(builder.constants)))
+
+
+def prune(program: Program) -> Program:
+    """Drop the equations whose results nobody reads."""
+    read = {a for a in program.outputs if isinstance(a, Var)}
+    kept = []
+    for equation in reversed(program.equations):
+        if equation.effects or any(v in read for v in equation.outputs):
+            kept.append(equation)
+            read.update(a for a in equation.inputs if isinstance(a, Var))
+    constants = tuple((v, value) for v, value in program.constants if v in read)
+    return Program(program.inputs, program.outputs, tuple(reversed(kept)), constants)
+
+
+@dataclass
+class _Builder:
+    equations: list[Equation] = field(default_factory=list)
+    constants: list[tuple[Var, Any]] = field(default_factory=list)
+
+    def inline(self, jaxpr: Any, constants: Sequence[Any], arguments: Sequence[Atom]) -> list[Atom]:
+        env: dict[Any, Atom] = dict(zip(jaxpr.invars, arguments, strict=True))
+        for var, value in zip(jaxpr.constvars, constants, strict=True):
+            env[var] = self._constant(_array(var), value)
+
+        def read(atom: Any) -> Atom:
+            return Literal(atom.val, _array(atom)) if hasattr(atom, "val") else env[atom]
+
+        for eqn in jaxpr.eqns:
+            inputs = [read(a) for a in eqn.invars]
+            if eqn.primitive in _CALLS:
+                outputs = self._call(eqn, inputs)
+            else:
+                outputs = self._equation(eqn, inputs)
+            env.update(zip(eqn.outvars, outputs, strict=True))
+        return [read(a) for a in jaxpr.outvars]
+
+    def _call(self, eqn: Any, inputs: list[Atom]) -> Sequence[Atom]:
+        callee, constants = compat.open_jaxpr(eqn.params[_CALLS[eqn.primitive]])
+        if eqn.primitive is _P("remat") and eqn.params["prevent_cse"] and eqn.params["differentiated"]:
+            # What JAX lowers a rematerialised block to: a barrier that keeps XLA from merging it with the forward pass.
+            outputs = tuple(Var(a.array) for a in inputs)
+            barrier = _P("optimization_barrier")
+            self.equations.append(Equation(barrier, {}, tuple(inputs), outputs, eqn.source_info))
+            inputs = list(outputs)
+        return self.inline(callee, constants, inputs)
+
+    def _equation(self, eqn: Any, inputs: list[Atom]) -> Sequence[Atom]:
+        outputs = tuple(Var(_array(v)) for v in eqn.outvars)
+        bodies = tuple(flatten(body) for body in _BODIES.get(eqn.primitive, lambda _: ())(eqn.params))
+        effects = frozenset(eqn.effects)
+        self.equations.append(
+            Equation(eqn.primitive, eqn.params, tuple(inputs), outputs, eqn.source_info, bodies, effects)
+        )
+        return outputs
+
+    def _constant(self, array: Array, value: Any) -> Var:
+        for var, known in self.constants:
+            if known is value:
+                return var
+        self.constants.append((Var(array), value))
+        return self.constants[-1][0]
+
+
+def _array(atom: Any) -> Array:
+    return Array(tuple(atom.aval.shape), atom.aval.dtype)

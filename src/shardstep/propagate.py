@@ -1,0 +1,474 @@
+"""Decide how every equation runs: the planner's half of the interpreter.
+
+Two forward walks and one backward walk over the flat program, on placements alone:
+
+  1. forward:  each equation's rule says what its operands must be and what its results are;
+  2. backward: each value learns what its readers will want of it (`Demand`);
+  3. forward again, now choosing among right answers the one that moves the fewest bytes, now and later.
+
+The third walk is the schedule that `interpreter.py` runs. Because demands are known, a gradient is reduced once, straight
+into the split its optimizer state has; a random mask is drawn slice by slice; a weight is gathered where it is smallest.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from .collectives import cost, layout_cost, priced_moves
+from .layout import (
+    REPLICATED,
+    VARYING,
+    Array,
+    Axis,
+    Layout,
+    Partial,
+    Placement,
+    Replicated,
+    Split,
+    divides,
+    is_batch,
+    local_shape,
+)
+from .program import Atom, Equation, Literal, Program, Var
+from .rules import Decision, Site, control_flow, replicate, rule_for
+from .rules.core import speaks_of_replicas
+from .schedule import NOTHING, Collective, Demand, Fallback, Schedule, Step
+
+
+Demands = Mapping[Atom, tuple[Demand, ...]]
+
+
+def schedule(
+    program: Program,
+    axes: tuple[Axis, ...],
+    inputs: Sequence[Layout],
+    outputs: Sequence[Layout | None],
+    wanted: Sequence[tuple[Demand, ...]] | None = None,
+    raw: bool = False,
+) -> Schedule:
+    """Decide a program for given input layouts. An output of layout None is left as it comes (with `raw`, even partial).
+
+    `wanted` adds what the surroundings of a loop body want of its results.
+    """
+    first = Forward(program, axes, {}).run(inputs, outputs, raw)
+    demands = demands_of(first, outputs, wanted)
+    final = Forward(program, axes, demands).run(inputs, outputs, raw)
+    none = (NOTHING,) * len(axes)
+    return replace(final, demands=tuple(demands.get(v, none) for v in program.inputs))
+
+
+def whole(axes: tuple[Axis, ...]) -> Layout:
+    return (REPLICATED,) * len(axes)
+
+
+class Forms:
+    """The layouts in which replicas hold one value, with what holds it there (data of the caller's).
+
+    Shared by the planner (which stores nothing) and the interpreter (which stores arrays), so that both take the same way.
+    """
+
+    def __init__(self, layout: Layout, held: Any = None):
+        self.held: dict[Layout, Any] = {layout: held}
+
+    @property
+    def home(self) -> Layout:
+        """The layout that readers see first. Once reduced, a value is never seen partial again."""
+        return next((f for f in self.held if not any(isinstance(p, Partial) for p in f)), next(iter(self.held)))
+
+    def living(self) -> list[Layout]:
+        reduced = [f for f in self.held if not any(isinstance(p, Partial) for p in f)]
+        return reduced or list(self.held)
+
+    def source(self, target: Layout, array: Array, axes: tuple[Axis, ...]) -> Layout:
+        """The held layout from which `target` is cheapest."""
+        if target in self.held:
+            return target
+        return min(self.held, key=lambda f: layout_cost(f, target, array, axes))
+
+
+class Forward:
+    """One forward walk."""
+
+    def __init__(self, program: Program, axes: tuple[Axis, ...], demands: Demands):
+        self.program = program
+        self.axes = axes
+        self.demands = demands
+        self.forms: dict[Var, Forms] = {}
+        self.uses = count_uses(program)
+        self.collectives: list[Collective] = []
+        self.fallbacks: list[Fallback] = []
+        self.origins: dict[Var, int] = {}  # bit i: computed from input i alone, examples apart
+        self.from_batch: set[Var] = set()
+        self.met: int = 0
+
+    def run(self, inputs: Sequence[Layout], outputs: Sequence[Layout | None], raw: bool) -> Schedule:
+        for i, (var, layout) in enumerate(zip(self.program.inputs, inputs, strict=True)):
+            self.forms[var] = Forms(layout)
+            if any(map(is_batch, layout)):
+                self.from_batch.add(var)
+            else:
+                self.origins[var] = 1 << i
+        for var, _ in self.program.constants:
+            self.forms[var] = Forms(whole(self.axes))
+        steps = []
+        for equation in self.program.equations:
+            step = self.decide(equation)
+            self.note_origins(equation, step)
+            for var, layout in zip(equation.outputs, step.results, strict=True):
+                self.forms[var] = Forms(layout)
+            steps.append(step)
+        left = tuple(self.leave(*output, raw) for output in zip(self.program.outputs, outputs, strict=True))
+        met = frozenset(i for i in range(len(inputs)) if self.met >> i & 1)
+        return Schedule(
+            self.program,
+            self.axes,
+            tuple(inputs),
+            left,
+            tuple(steps),
+            tuple(self.collectives),
+            tuple(self.fallbacks),
+            met_batch=met,
+        )
+
+    def leave(self, atom: Atom, layout: Layout | None, raw: bool) -> Layout:
+        if layout is None:
+            layout = self.home(atom) if raw else at_rest(self.home(atom))
+        return self.hold(atom, layout, "output", "")
+
+    def body(
+        self,
+        program: Program,
+        inputs: Sequence[Layout],
+        outputs: Sequence[Layout | None],
+        wanted: Sequence[tuple[Demand, ...]] | None = None,
+        raw: bool = True,
+    ) -> Schedule:
+        """Schedule the body of a loop or branch."""
+        return schedule(program, self.axes, inputs, outputs, wanted, raw)
+
+    def enter(self, body: Schedule, loop: str) -> None:
+        """What a body communicates, the program communicates."""
+        self.collectives += [replace(c, loop=c.loop or loop) for c in body.collectives]
+        self.fallbacks += body.fallbacks
+
+    # -- one equation ---------------------------------------------------------------------------------------------
+
+    def decide(self, equation: Equation) -> Step:
+        step = control_flow.decide(self, equation) if equation.bodies else self.decide_simple(equation)
+        purpose = str(equation.primitive)
+        for atom, layout in zip(equation.inputs, step.operands, strict=True):
+            self.hold(atom, layout, purpose, equation.line)
+        return step
+
+    def decide_simple(self, equation: Equation) -> Step:
+        """Ask the rule axis by axis; what one axis decides is the local equation that the next axis sees."""
+        arrays = tuple(a.array for a in equation.inputs)
+        results = tuple(v.array for v in equation.outputs)
+        site = Site(equation.primitive, equation.params, arrays, results, 1)
+        per_axis: list[Decision] = []
+        for k, axis in enumerate(self.axes):
+            site = replace(site, n=axis.size, wants=tuple(self.want(v, k) for v in equation.outputs))
+            decision = self.choose(site, equation, k)
+            per_axis.append(decision)
+            site = localise(site, decision)
+        emits = [d.emit for d in per_axis if d.emit is not None]
+        return Step(
+            equation,
+            tuple(zip(*(d.operands for d in per_axis), strict=True)) if arrays else (),
+            tuple(zip(*(d.results for d in per_axis), strict=True)),
+            site.params,
+            emits[-1] if emits else None,
+        )
+
+    def choose(self, site: Site, equation: Equation, k: int) -> Decision:
+        options = [self.options(a, k) for a in equation.inputs]
+        held = [self.held(a, k) for a in equation.inputs]
+        if all(o == [REPLICATED] for o in options) and not any(site.wants):
+            return replicate(site)
+        demands = [self.demand(v, k) for v in equation.outputs]
+
+        def score(decision: Decision) -> tuple[float, float]:
+            moved = sum(
+                min(cost(p, target, array.nbytes, site.n) for p in placements)
+                for placements, target, array in zip(held, decision.operands, site.inputs, strict=True)
+            ) + sum(
+                demand.future(placement, array.nbytes, site.n)
+                for demand, placement, array in zip(demands, decision.results, site.outputs, strict=True)
+            )
+            return moved, work(site, decision)
+
+        best, best_score = None, (math.inf, math.inf)
+        for placements in combinations(options):
+            for decision in offers(site, placements):
+                if (found := score(decision)) < best_score:
+                    best, best_score = decision, found
+        if best is None:
+            best = replicate(site)
+            self.note_fallback(equation, site, held, best)
+        return best
+
+    def note_fallback(self, equation: Equation, site: Site, held: list[list[Placement]], best: Decision) -> None:
+        moved = sum(
+            min(cost(p, target, array.nbytes, site.n) for p in placements)
+            for placements, target, array in zip(held, best.operands, site.inputs, strict=True)
+        )
+        had = ", ".join(sorted({str(p[0]) for p in held if p[0] != REPLICATED}))
+        known = rule_for(site.primitive) is not None
+        why = f"needs {had} operands whole" if known else f"no rule for this primitive; {had} operands are gathered"
+        self.fallbacks.append(Fallback(str(site.primitive), why, moved, equation.line))
+
+    # -- values ---------------------------------------------------------------------------------------------------
+
+    def home(self, atom: Atom) -> Layout:
+        return whole(self.axes) if isinstance(atom, Literal) else self.forms[atom].home
+
+    def held(self, atom: Atom, k: int) -> list[Placement]:
+        if isinstance(atom, Literal):
+            return [REPLICATED]
+        return list(dict.fromkeys(f[k] for f in self.forms[atom].living()))
+
+    def options(self, atom: Atom, k: int) -> list[Placement]:
+        """The placements in which an operand may be offered to a rule: as it is held, or as its readers want it."""
+        if isinstance(atom, Literal):
+            return [REPLICATED]
+        found = self.held(atom, k)
+        demand = self.demand(atom, k)
+        home = found[0]
+        if isinstance(home, Replicated | Partial) and demand.splits:
+            found = found + [s for s in demand.splits[:2] if s not in found]
+        if isinstance(home, Partial) and self.uses[atom] > 1:
+            # reduced once for all its readers, not once behind each of them
+            reduced: list[Placement] = [p for p in found if p != home]
+            found = (reduced or ([REPLICATED] if demand.full else [])) + [home]
+        return found
+
+    def demand(self, var: Atom, k: int) -> Demand:
+        found = self.demands.get(var)
+        return found[k] if found else NOTHING
+
+    def want(self, var: Var, k: int) -> Split | None:
+        demand = self.demand(var, k)
+        return demand.splits[0] if demand.splits and not demand.full else None
+
+    def hold(self, atom: Atom, target: Layout, purpose: str, line: str) -> Layout:
+        """Convert a value, and remember that it is now held this way too."""
+        if isinstance(atom, Literal):
+            return target
+        forms = self.forms[atom]
+        source = forms.source(target, atom.array, self.axes)
+        if source != target:
+            for move, moved in priced_moves(source, target, atom.array, self.axes):
+                if move.kind != "local":
+                    axis = "+".join(self.axes[move.axis].names)
+                    array = atom.array
+                    self.collectives.append(
+                        Collective(move.kind, str(array.dtype), array.shape, moved, axis, purpose, line)
+                    )
+            forms.held[target] = None
+        return target
+
+    # -- who meets the examples -----------------------------------------------------------------------------------
+
+    def note_origins(self, equation: Equation, step: Step) -> None:
+        """Which inputs is a value made of, and which of them met the examples? That is what makes a weight a weight."""
+        variables = [a for a in equation.inputs if isinstance(a, Var)]
+        if equation.bodies:
+            meeting = [equation.inputs[i] for i in control_flow.met_batch(step)]
+        else:
+            meets = any(is_batch(p) for v in variables for p in self.forms[v].home)
+            meeting = list(variables) if meets else []
+        for atom in meeting:
+            self.met |= self.origins.get(atom, 0) if isinstance(atom, Var) else 0
+        if any(v in self.from_batch for v in variables) or not step.results:
+            self.from_batch.update(equation.outputs)
+        else:
+            origins = 0
+            for v in variables:
+                origins |= self.origins.get(v, 0)
+            self.origins.update(dict.fromkeys(equation.outputs, origins))
+
+
+def at_rest(layout: Layout) -> Layout:
+    """The nearest layout that a value may keep outside the step."""
+    return tuple(
+        REPLICATED if isinstance(p, Partial) or (isinstance(p, Split) and p.outer > 1) else p for p in layout
+    )
+
+
+def count_uses(program: Program) -> dict[Atom, int]:
+    uses: dict[Atom, int] = dict.fromkeys(program.inputs, 0)
+    for equation in program.equations:
+        for atom in equation.inputs:
+            uses[atom] = uses.get(atom, 0) + 1
+        uses.update(dict.fromkeys(equation.outputs, 0))
+    for atom in program.outputs:
+        uses[atom] = uses.get(atom, 0) + 1
+    return uses
+
+
+def localise(site: Site, decision: Decision) -> Site:
+    """The equation that the next axis sees."""
+    inputs = tuple(
+        Array(local_shape(a.shape, p, site.n), a.dtype) for a, p in zip(site.inputs, decision.operands, strict=True)
+    )
+    outputs = tuple(
+        Array(local_shape(a.shape, p, site.n), a.dtype) for a, p in zip(site.outputs, decision.results, strict=True)
+    )
+    params = site.params if decision.params is None else decision.params
+    return Site(site.primitive, params, inputs, outputs, 1)
+
+
+def offers(site: Site, placements: tuple[Placement, ...]) -> Iterator[Decision]:
+    """The decisions that are right for these placements and cut every value evenly."""
+    if VARYING in placements and not speaks_of_replicas(site.primitive):
+        # a replica's own value: the equation runs on each replica, as the user wrote it
+        operands = tuple(VARYING if p == VARYING else REPLICATED for p in placements)
+        yield Decision(operands, (VARYING,) * len(site.outputs))
+        return
+    rule = rule_for(site.primitive)
+    if all(p == REPLICATED for p in placements):
+        yield replicate(site)
+        if not any(site.wants):
+            return
+    found = rule(site, placements) if rule else None
+    if found is None:
+        return
+    for decision in [found] if isinstance(found, Decision) else found:
+        pairs = zip(site.inputs + site.outputs, decision.operands + decision.results, strict=True)
+        if all(not isinstance(p, Split) or divides(a.shape, p, site.n) for a, p in pairs):
+            yield decision
+
+
+def combinations(options: list[list[Placement]]) -> Iterator[tuple[Placement, ...]]:
+    """Every way to offer the operands; with many operands, those that change one or all of them."""
+    if math.prod(map(len, options)) <= 32:
+        yield from itertools.product(*options)
+        return
+    home = tuple(o[0] for o in options)
+    yield home
+    yield tuple(o[-1] for o in options)
+    for i, choices in enumerate(options):
+        for choice in choices[1:]:
+            yield (*home[:i], choice, *home[i + 1 :])
+
+
+def work(site: Site, decision: Decision) -> float:
+    """Elements that a replica touches: of two right answers that move the same bytes, take the smaller."""
+    pairs = zip(site.inputs + site.outputs, decision.operands + decision.results, strict=True)
+    return sum(a.size / (site.n if isinstance(p, Split) else 1) for a, p in pairs)
+
+
+# -- the backward walk --------------------------------------------------------------------------------------------
+
+
+def demands_of(
+    first: Schedule, outputs: Sequence[Layout | None], wanted: Sequence[tuple[Demand, ...]] | None
+) -> dict[Atom, tuple[Demand, ...]]:
+    """What the readers of each value want of it, seen from the end of the program."""
+    backward = Backward(first)
+    for i, (atom, layout) in enumerate(zip(first.program.outputs, outputs, strict=True)):
+        for k in range(len(first.axes)):
+            if layout is not None:
+                backward.ask(atom, k, demand_for(layout[k]))
+            if wanted is not None:
+                backward.ask(atom, k, wanted[i][k])
+    for step in reversed(first.steps):
+        backward.visit(step)
+    return backward.demands
+
+
+def demand_for(placement: Placement) -> Demand:
+    match placement:
+        case Split():
+            return Demand((placement,))
+        case Replicated():
+            return Demand(full=True)
+    return NOTHING
+
+
+class Backward:
+    def __init__(self, first: Schedule):
+        self.axes = first.axes
+        self.demands: dict[Atom, tuple[Demand, ...]] = {}
+        self.nothing = (NOTHING,) * len(first.axes)
+        self.homes: dict[Atom, Layout] = dict(zip(first.program.inputs, first.inputs, strict=True))
+        for step in first.steps:
+            self.homes.update(zip(step.equation.outputs, step.results, strict=True))
+
+    def ask(self, atom: Atom, k: int, demand: Demand) -> None:
+        if demand is NOTHING or isinstance(atom, Literal):
+            return
+        known = list(self.demands.get(atom, self.nothing))
+        known[k] = known[k] | demand
+        self.demands[atom] = tuple(known)
+
+    def visit(self, step: Step) -> None:
+        equation = step.equation
+        if equation.bodies:
+            control_flow.demand(self, step)
+            return
+        arrays = tuple(a.array for a in equation.inputs)
+        results = tuple(v.array for v in equation.outputs)
+        for k, axis in enumerate(self.axes):
+            # Shapes along the other axes do not matter for what is asked here: a trial on whole shapes will do.
+            site = Site(equation.primitive, equation.params, arrays, results, axis.size)
+            self.visit_axis(step, k, site)
+
+    def visit_axis(self, step: Step, k: int, site: Site) -> None:
+        equation = step.equation
+        homes = [self.homes[a][k] if a in self.homes else REPLICATED for a in equation.inputs]
+        meets_batch = any(map(is_batch, homes))
+        asked = [self.demands.get(v, self.nothing)[k] for v in equation.outputs]
+        for atom, home, layout in zip(equation.inputs, homes, step.operands, strict=True):
+            target = layout[k]
+            if isinstance(target, Split):
+                self.ask(atom, k, Demand((target,)))
+            elif isinstance(target, Replicated) and (isinstance(home, Split) or (meets_batch and not is_batch(home))):
+                self.ask(atom, k, Demand(full=True))
+        if meets_batch:
+            return
+        for r, demand in enumerate(asked):
+            for split in demand.splits[:2]:
+                if trial := trial_for(site, homes, r, split):
+                    for atom, placement in zip(equation.inputs, trial.operands, strict=True):
+                        if isinstance(placement, Split):
+                            self.ask(atom, k, Demand((placement,)))
+            if demand.full and (operands := carried(site, homes, r)):
+                for i in operands:
+                    self.ask(equation.inputs[i], k, Demand(full=True))
+
+
+def trial_for(site: Site, homes: list[Placement], r: int, split: Split) -> Decision | None:
+    """Which splits of the operands make result r come out as `split`?"""
+    for i in sorted(range(len(site.inputs)), key=lambda i: -site.inputs[i].size):
+        ndim = site.inputs[i].ndim
+        for dim in sorted(range(ndim), key=lambda d: d != split.dim):
+            for outer in dict.fromkeys((1, split.outer)):
+                tried = split.on(dim, outer)
+                if divides(site.inputs[i].shape, tried, site.n):
+                    placements = [REPLICATED] * len(homes)
+                    placements[i] = tried
+                    for decision in offers(site, tuple(placements)):
+                        if decision.results[r] == split and decision.operands[i] == tried:
+                            return decision
+    return None
+
+
+def carried(site: Site, homes: list[Placement], r: int) -> list[int]:
+    """The operands that pass a split on to result r: whoever wants r whole wants them whole."""
+    found = []
+    for i, array in enumerate(site.inputs):
+        for dim in range(array.ndim):
+            if divides(array.shape, Split(dim), site.n):
+                placements = [REPLICATED] * len(homes)
+                placements[i] = Split(dim)
+                if any(
+                    isinstance(d.results[r], Split) and d.operands[i] == Split(dim)
+                    for d in offers(site, tuple(placements))
+                ):
+                    found.append(i)
+                    break
+    return found

@@ -1,0 +1,307 @@
+"""Control flow is rewritten inside: bodies are scheduled like programs of their own.
+
+A loop's carry has one layout for all iterations: the least one above where it enters and what the body returns,
+
+    replicated  <  partial  <  split(d)  <  whole                      (varying stays varying)
+
+so a gradient accumulator that starts as zeros stays partial through the loop and is reduced once behind it, and optimizer
+state that enters split stays split. Two different splits have no common layout but the whole value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from .. import compat
+from ..layout import REPLICATED, Layout, Partial, Placement, Replicated, Split, Varying, divides, is_batch
+from ..program import Atom, Equation, Program, Var
+from ..schedule import NOTHING, Demand, Schedule, Step
+
+if TYPE_CHECKING:
+    from ..propagate import Backward, Forward
+
+_SCAN, _WHILE, _COND = (compat.primitive(name) for name in ("scan", "while", "cond"))
+
+
+class PredicateVaries(ValueError):
+    """A loop's end, or a branch with communication in it, would be decided differently by different replicas."""
+
+
+def decide(forward: Forward, equation: Equation) -> Step:
+    return {_SCAN: _decide_scan, _WHILE: _decide_while, _COND: _decide_cond}[equation.primitive](forward, equation)
+
+
+def demand(backward: Backward, step: Step) -> None:
+    """What the bodies want of the values that enter them, in terms of the equation's operands."""
+    for k in range(len(backward.axes)):
+        for atom, wanted in zip(step.equation.inputs, _entering(step, k), strict=True):
+            backward.ask(atom, k, wanted)
+
+
+def met_batch(step: Step) -> list[int]:
+    """The operands that meet the examples inside a body."""
+    first = _first_operand(step)
+    return [first + i for i in step.bodies[-1].met_batch] if step.equation.primitive is not _COND else sorted(
+        {first + i for body in step.bodies for i in body.met_batch}
+    )
+
+
+def _first_operand(step: Step) -> int:
+    """Bodies take the operands from here on."""
+    if step.equation.primitive is _SCAN:
+        return 0
+    return step.equation.params["cond_nconsts"] if step.equation.primitive is _WHILE else 1
+
+
+def _entering(step: Step, k: int) -> list[Demand]:
+    if step.equation.primitive is _COND:
+        wanted = [NOTHING] * (len(step.equation.inputs) - 1)
+        for body in step.bodies:
+            wanted = [w | d[k] for w, d in zip(wanted, body.demands, strict=True)]
+        return [Demand(full=True), *wanted]
+    inside = [d[k] for d in step.bodies[-1].demands]
+    if step.equation.primitive is _WHILE:
+        return [Demand(full=True)] * step.equation.params["cond_nconsts"] + inside
+    xs = step.equation.params["num_consts"] + step.equation.params["num_carry"]
+    return inside[:xs] + [Demand(tuple(s.on(s.dim + 1, s.outer) for s in d.splits), d.full) for d in inside[xs:]]
+
+
+# -- loops --------------------------------------------------------------------------------------------------------
+
+
+def _decide_scan(forward: Forward, equation: Equation) -> Step:
+    (body,) = equation.bodies
+    consts, carries = equation.params["num_consts"], equation.params["num_carry"]
+    inputs = equation.inputs
+    fixed = [entry(forward, a) for a in inputs[:consts]]
+    xs = [_beside_time(forward, a) for a in inputs[consts + carries :]]
+    sliced = [_shift(layout, -1) for layout in xs]
+    wanted = [_outside(forward, v) for v in equation.outputs[:carries]]
+    wanted += [_shift_demands(_outside(forward, v), -1) for v in equation.outputs[carries:]]
+    init = inputs[consts : consts + carries]
+    carry, inside = settle(forward, equation, body, fixed, init, sliced, wanted)
+    results = [*carry, *(_shift(layout, 1) for layout in inside.outputs[carries:])]
+    forward.enter(inside, _describe(equation))
+    return Step(equation, (*fixed, *carry, *xs), tuple(results), equation.params, bodies=(inside,))
+
+
+def _decide_while(forward: Forward, equation: Equation) -> Step:
+    test, body = equation.bodies
+    tests, fixed = equation.params["cond_nconsts"], equation.params["body_nconsts"]
+    inputs = equation.inputs
+    test_consts = [_reduced(forward, a) for a in inputs[:tests]]
+    body_consts = [entry(forward, a) for a in inputs[tests : tests + fixed]]
+    wanted = [_outside(forward, v) for v in equation.outputs]
+    carry, inside = settle(forward, equation, body, body_consts, inputs[tests + fixed :], [], wanted)
+    predicate = forward.body(test, [*test_consts, *carry], [None])
+    if any(isinstance(p, Varying) for p in predicate.outputs[0]):
+        raise PredicateVaries(
+            f"the predicate of the while loop at {equation.line} depends on data of one replica, so replicas would leave the"
+            " loop at different times. Reduce what the predicate reads first, e.g. with lax.pmax(x, axis_name)."
+        )
+    predicate = forward.body(test, [*test_consts, *carry], [(REPLICATED,) * len(forward.axes)])
+    loop = _describe(equation)
+    forward.enter(predicate, loop)
+    forward.enter(inside, loop)
+    operands = (*test_consts, *body_consts, *carry)
+    return Step(equation, operands, tuple(carry), equation.params, bodies=(predicate, inside))
+
+
+def settle(
+    forward: Forward,
+    equation: Equation,
+    body: Program,
+    fixed: Sequence[Layout],
+    init: Sequence[Atom],
+    xs: Sequence[Layout],
+    wanted: Sequence[tuple[Demand, ...]],
+) -> tuple[list[Layout], Schedule]:
+    """The least carry layouts that the body keeps, and the body scheduled for them."""
+    carry = [entry(forward, a) for a in init]
+    ys = [None] * (len(body.outputs) - len(carry))
+    kept: set[tuple[int, int]] = set()  # (carry, axis) pairs that stay whole
+    # each round raises at least one placement, and a placement can be raised three times
+    for _ in range(3 * len(carry) * len(forward.axes) + 2):
+        inside = forward.body(body, [*fixed, *carry, *xs], [*([None] * len(carry)), *ys], wanted)
+        raised = [_raise(forward, i, init, carry, inside, len(fixed), wanted, kept) for i in range(len(carry))]
+        if raised == carry:
+            return carry, forward.body(body, [*fixed, *carry, *xs], [*carry, *ys], wanted)
+        carry = raised
+    raise AssertionError(f"internal error: the carry layouts of {equation.primitive} at {equation.line} did not settle")
+
+
+def _raise(
+    forward: Forward,
+    i: int,
+    init: Sequence[Atom],
+    carry: Sequence[Layout],
+    inside: Schedule,
+    fixed: int,
+    wanted: Sequence[tuple[Demand, ...]],
+    kept: set[tuple[int, int]],
+) -> Layout:
+    """Carry i, raised to where the body leaves it."""
+    layout = []
+    for k, axis in enumerate(forward.axes):
+        before, after = carry[i][k], inside.outputs[i][k]
+        # read whole inside the body and after the loop: splitting it in between would only add a gather
+        read_whole = inside.demands[fixed + i][k].full and wanted[i][k].full
+        joined = None if (i, k) in kept or (read_whole and isinstance(before, Replicated)) else join(before, after)
+        if isinstance(joined, Split) and not divides(init[i].array.shape, joined, axis.size):
+            joined = None
+        if joined is None and not isinstance(after, Varying):
+            kept.add((i, k))
+        layout.append(after if isinstance(after, Varying) else REPLICATED if joined is None else joined)
+    return tuple(layout)
+
+
+def join(before: Placement, after: Placement) -> Placement | None:
+    """The least placement above both, None where that is the whole value."""
+    if before == after or isinstance(before, Varying):
+        return before
+    match before, after:
+        case (Split(), Split()) | (Partial(), Partial()):
+            return None
+        case (Split(), _) | (Partial(), Replicated()):
+            return before
+        case _, Split(outer=outer) if outer > 1:
+            return None
+    return after
+
+
+# -- branches -----------------------------------------------------------------------------------------------------
+
+
+def _decide_cond(forward: Forward, equation: Equation) -> Step:
+    index, operands = equation.inputs[0], equation.inputs[1:]
+    chosen = _reduced(forward, index)
+    varies = any(isinstance(p, Varying) for p in chosen)
+    entering = [_reduced(forward, a, whole=True) if varies else entry(forward, a) for a in operands]
+    wanted = [_outside(forward, v) for v in equation.outputs]
+    free: list[Layout | None] = [None] * len(equation.outputs)
+    natural = [forward.body(b, entering, free, wanted).outputs for b in equation.bodies]
+    results: list[Layout | None] = [_meet(layouts, varies) for layouts in zip(*natural, strict=True)]
+    bodies = tuple(forward.body(b, entering, results, wanted) for b in equation.bodies)
+    for body in bodies:
+        if varies and body.collectives:
+            raise PredicateVaries(
+                f"the condition at {equation.line} depends on data of one replica, but a branch communicates"
+                f" ({body.collectives[0].kind} for {body.collectives[0].purpose}): replicas would wait for each other for ever."
+                " Reduce the condition first, e.g. with lax.pmax(x, axis_name)."
+            )
+        forward.enter(body, _describe(equation))
+    return Step(equation, (chosen, *entering), tuple(r for r in results if r), equation.params, bodies=bodies)
+
+
+def _meet(layouts: Sequence[Layout], varies: bool) -> Layout:
+    """One layout for a result of several branches: the one that no branch has to communicate for, if there is one."""
+    result = []
+    for placements in zip(*layouts, strict=True):
+        kinds = set(placements)
+        if varies or any(isinstance(p, Varying) for p in kinds):
+            result.append(Varying())
+        elif any(isinstance(p, Split) for p in kinds):
+            found = [p for p in placements if isinstance(p, Split)]
+            result.append(found[0] if len(set(found)) == 1 and found[0].outer == 1 else REPLICATED)
+        elif len({p for p in kinds if isinstance(p, Partial)}) == 1:
+            result.append(next(p for p in kinds if isinstance(p, Partial)))
+        else:
+            result.append(REPLICATED)
+    return tuple(result)
+
+
+# -- values at the door -------------------------------------------------------------------------------------------
+
+
+def entry(forward: Forward, atom: Atom) -> Layout:
+    """The layout in which a value enters a body: as it is, or as its readers want it when that is free or due anyway."""
+    layout = []
+    for k, placement in enumerate(forward.home(atom)):
+        demand = forward.demand(atom, k)
+        if isinstance(placement, Partial) and demand.splits:
+            placement = demand.splits[0]
+        elif isinstance(placement, Partial) and demand.full:
+            placement = REPLICATED
+        elif isinstance(placement, Replicated) and (want := demand.splits[0] if demand.splits else None):
+            if not demand.full and isinstance(atom, Var) and divides(atom.array.shape, want, forward.axes[k].size):
+                placement = want
+        layout.append(placement)
+    return tuple(layout)
+
+
+def _reduced(forward: Forward, atom: Atom, whole: bool = False) -> Layout:
+    """The value as every replica can read it: sums are formed; with `whole`, blocks are gathered too."""
+    gathered = (Partial, Split) if whole else (Partial,)
+    return tuple(REPLICATED if isinstance(p, gathered) else p for p in forward.home(atom))
+
+
+def _beside_time(forward: Forward, atom: Atom) -> Layout:
+    """A scanned value may be split on any dimension but the one that is scanned over."""
+    shape = atom.array.shape
+    layout = []
+    for k, placement in enumerate(entry(forward, atom)):
+        if isinstance(placement, Split) and placement.dim == 0:
+            moved = placement.on(1)
+            n = forward.axes[k].size
+            placement = moved if is_batch(placement) and divides(shape, moved, n) else REPLICATED
+        layout.append(placement)
+    return tuple(layout)
+
+
+def _shift(layout: Layout, by: int) -> Layout:
+    return tuple(p.on(p.dim + by, p.outer) if isinstance(p, Split) else p for p in layout)
+
+
+def _shift_demands(demands: tuple[Demand, ...], by: int) -> tuple[Demand, ...]:
+    return tuple(Demand(tuple(s.on(s.dim + by, s.outer) for s in d.splits if s.dim + by >= 0), d.full) for d in demands)
+
+
+def _outside(forward: Forward, var: Var) -> tuple[Demand, ...]:
+    return tuple(forward.demand(var, k) for k in range(len(forward.axes)))
+
+
+def _describe(equation: Equation) -> str:
+    return f"{equation.primitive} at {equation.line}"
+
+
+def emit(step: Step, arrays: Sequence[Any], run: Any) -> list[Any]:
+    """Run control flow on local blocks: `run(schedule, arrays)` runs a body."""
+    from jax import lax
+
+    params = step.equation.params
+    match step.equation.primitive:
+        case primitive if primitive is _SCAN:
+            (body,) = step.bodies
+            consts, carries = params["num_consts"], params["num_carry"]
+            fixed, init, xs = arrays[:consts], arrays[consts : consts + carries], arrays[consts + carries :]
+
+            def iterate(carry: Any, x: Any) -> tuple[Any, Any]:
+                out = run(body, [*fixed, *carry, *x])
+                return out[:carries], out[carries:]
+
+            carry, ys = lax.scan(
+                iterate,
+                list(init),
+                list(xs),
+                length=params["length"],
+                reverse=params["reverse"],
+                unroll=params["unroll"],
+                _split_transpose=params.get("_split_transpose", False),
+            )
+            return [*carry, *ys]
+        case primitive if primitive is _WHILE:
+            test, body = step.bodies
+            tests, fixed_count = params["cond_nconsts"], params["body_nconsts"]
+            test_consts, fixed = arrays[:tests], arrays[tests : tests + fixed_count]
+            return lax.while_loop(
+                lambda carry: run(test, [*test_consts, *carry])[0],
+                lambda carry: run(body, [*fixed, *carry]),
+                list(arrays[tests + fixed_count :]),
+            )
+        case _:
+            branches = [lambda *xs, body=body: run(body, list(xs)) for body in step.bodies]
+            index = arrays[0]
+            if index.dtype == bool:
+                index = index.astype("int32")
+            return lax.switch(index, branches, *arrays[1:])

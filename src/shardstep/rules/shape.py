@@ -1,0 +1,234 @@
+"""Shape primitives: elements move, none is computed.
+
+An array is one row of elements, and a split of it is a way to read that row: as `(outer, n, inner)`, of which
+replica i holds `[:, i, :]`. A reshape does not touch the row, so whatever dimension the `n` falls into is split:
+
+    (T, B) -> (T*B)     B split  ->  split(0, outer=T)          and back again
+    (B, T) -> (B*T)     B split  ->  split(0)                   the major part of a merged dimension
+    (H*D) -> (H, D)     split    ->  split(0) where n divides H
+
+The others rename dimensions, and touch the split one or not:
+
+    transpose, squeeze, stack, ...   the split follows its dimension
+    pad, slice, rev, concatenate     the split stays on dimensions that are left whole
+    broadcast, iota, empty           new dimensions are born split where their readers want them so
+    any of them, of a partial        moving elements commutes with the sum (max, min): still partial
+    identities                       every operand keeps what it has
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+from .. import compat
+from ..layout import divides
+from .core import (
+    PARTIAL,
+    REPLICATED,
+    Decision,
+    Local,
+    Placement,
+    Rule,
+    Site,
+    Split,
+    partials,
+    register,
+    replicate,
+    splits,
+)
+
+# Where a split of the operands lands in the results; None: nowhere.
+Carry = Callable[[Site, Split], Split | None]
+
+
+def movement(carry: Carry, sizes: str | None = None, copies: bool = False) -> Rule:
+    """The rule of a primitive that only moves elements.
+
+    `sizes` names the parameter that spells out the size of each result dimension and must become local. What
+    `copies` its operand lets a partial be reduced first, while it is small.
+    """
+
+    def rule(site: Site, placements: tuple[Placement, ...]) -> Sequence[Decision] | Decision | None:
+        if found := splits(placements):
+            return [_split(site, s, landed, sizes) for s in found if (landed := _land(carry, site, s))] or None
+        return replicate(site) if copies and _grows(site) else jointly(site, placements)
+
+    return rule
+
+
+def _land(carry: Carry, site: Site, split: Split) -> Split | None:
+    landed = carry(site, split)
+    return landed if landed and all(divides(x.shape, landed, site.n) for x in site.outputs) else None
+
+
+def _split(site: Site, split: Split, landed: Split, sizes: str | None) -> Decision:
+    operands = tuple(split if x.shape else REPLICATED for x in site.inputs)  # pad's value is a scalar
+    params = site.with_params(**{sizes: site.local(site.params[sizes], landed)}) if sizes else None
+    return Decision(operands, (landed,) * len(site.outputs), params)
+
+
+def jointly(site: Site, placements: tuple[Placement, ...]) -> Decision:
+    """Moving terms moves their sum; a replicated operand becomes a term that one replica holds."""
+    ops = partials(placements)
+    if ops == [PARTIAL] or (len(ops) == 1 and placements.count(ops[0]) == len(placements)):
+        return Decision((ops[0],) * len(placements), (ops[0],) * len(site.outputs))
+    return replicate(site)
+
+
+def _grows(site: Site) -> bool:
+    return site.outputs[0].size > site.inputs[0].size
+
+
+# ------------------------------------------------ where a split lands -------------------------------------------------
+
+
+def _reshaped(site: Site, split: Split) -> Split | None:
+    """Find the dimension of the result into which the `n` of `(outer, n, inner)` falls."""
+    old, new = site.inputs[0].shape, site.outputs[0].shape
+    if site.dimensions is not None or 0 in old:
+        return None
+    outer = math.prod(old[: split.dim]) * split.outer
+    for dim in range(len(new)):
+        before = math.prod(new[:dim])
+        if outer % before == 0 and new[dim] % (outer // before * site.n) == 0:
+            return split.on(dim, outer // before)
+    return None
+
+
+def _transposed(site: Site, split: Split) -> Split:
+    return split.on(site.permutation.index(split.dim), split.outer)
+
+
+def _squeezed(site: Site, split: Split) -> Split:
+    return split.on(split.dim - sum(d < split.dim for d in site.dimensions), split.outer)
+
+
+def _stacked(site: Site, split: Split) -> Split:
+    return split.on(split.dim + (split.dim >= site.axis), split.outer)
+
+
+def _unstacked(site: Site, split: Split) -> Split | None:
+    return None if split.dim == site.axis else split.on(split.dim - (split.dim > site.axis), split.outer)
+
+
+def _tiled(site: Site, split: Split) -> Split:
+    """Copies stand before what they copy: `(reps, outer, n, inner)`."""
+    return split.on(split.dim, split.outer * site.reps[split.dim])
+
+
+def _beside(dims: Callable[[Site], Sequence[int]]) -> Carry:
+    """The split stays where it is, unless the primitive works along its dimension."""
+    return lambda site, split: None if split.dim in dims(site) else split
+
+
+def _padded(site: Site) -> list[int]:
+    return [d for d, padding in enumerate(site.padding_config) if any(padding)]
+
+
+def _sliced(site: Site) -> list[int]:
+    """A slice that steps over nothing takes its dimension whole."""
+    return [
+        d for d, (old, new) in enumerate(zip(site.inputs[0].shape, site.outputs[0].shape, strict=True)) if old != new
+    ]
+
+
+# ---------------------------------------------- dimensions that are born ----------------------------------------------
+
+
+def _wanted(site: Site) -> Split | None:
+    want = site.wants[0] if site.wants else None
+    return want if want and divides(site.outputs[0].shape, want, site.n) else None
+
+
+def broadcast_in_dim(site: Site, placements: tuple[Placement, ...]) -> Sequence[Decision] | Decision:
+    (operand,), (whole,), dims = site.inputs, site.outputs, site.broadcast_dimensions
+
+    def lands(old: Placement, new: Split) -> Decision:
+        return Decision((old,), (new,), site.with_params(shape=site.local(site.shape, new)))
+
+    if found := splits(placements):
+        return lands(found[0], found[0].on(int(dims[found[0].dim]), found[0].outer))
+    if partials(placements) and not _grows(site):
+        return jointly(site, placements)
+    if (want := _wanted(site)) is None:
+        return replicate(site)
+    source = dims.index(want.dim) if want.dim in dims else None
+    copied = source is None or operand.shape[source] != whole.shape[want.dim]  # a new or a size-1 dimension
+    return [lands(REPLICATED if copied else want.on(source, want.outer), want), replicate(site)]
+
+
+def iota(site: Site, placements: tuple[Placement, ...]) -> Sequence[Decision] | Decision:
+    """Counting starts at the block's own offset."""
+    want = _wanted(site)
+    if want is None or (want.dim == site.dimension and want.outer > 1):
+        return replicate(site)
+    params = site.with_params(shape=site.local(site.shape, want))
+    return [Decision((), (want,), params, _count_from_offset), replicate(site)]
+
+
+def _count_from_offset(local: Local) -> list[jax.Array]:
+    dim, dtype = local.params["dimension"], local.params["dtype"]
+    block = local.outputs[0]
+    # count in integers: a low-precision sum of offset and index would round twice
+    count = lax.broadcasted_iota(np.int32, block.local, dim) + block.offsets[dim]
+    return [lax.convert_element_type(count, dtype)]
+
+
+def empty(site: Site, placements: tuple[Placement, ...]) -> Sequence[Decision] | Decision:
+    if (want := _wanted(site)) is None:
+        return replicate(site)
+    return [Decision((), (want,), site.with_params(shape=site.local(site.shape, want))), replicate(site)]
+
+
+def scalar(site: Site, placements: tuple[Placement, ...]) -> Decision:
+    return replicate(site)
+
+
+# ----------------------------------------------------- identities -----------------------------------------------------
+
+
+def identity(site: Site, placements: tuple[Placement, ...]) -> Decision:
+    return Decision(placements, placements)
+
+
+def dropped(site: Site, placements: tuple[Placement, ...]) -> Decision:
+    """Where the user asked an array to lie no longer holds: shardstep lays it out. The values pass through."""
+    return Decision(placements, placements, emit=_pass_through)
+
+
+def _pass_through(local: Local, *arrays: Any) -> list[Any]:
+    return list(arrays)
+
+
+def tie(site: Site, placements: tuple[Placement, ...]) -> Decision:
+    """tie(x, y) is y, computed after x."""
+    return Decision(placements, placements[1:])
+
+
+_P = compat.primitives
+
+register(movement(_reshaped, "new_sizes"), *_P("reshape"))
+register(movement(_transposed), *_P("transpose"))
+register(movement(_squeezed), *_P("squeeze"))
+register(movement(_stacked), *_P("stack"))
+register(movement(_unstacked), *_P("unstack"))
+register(movement(_tiled, copies=True), *_P("tile"))
+register(movement(_beside(_padded)), *_P("pad"))
+register(movement(_beside(_sliced), "limit_indices"), *_P("slice"))
+register(movement(_beside(lambda site: site.dimensions)), *_P("rev"))
+register(movement(_beside(lambda site: [site.dimension])), *_P("concatenate"))
+register(movement(_beside(lambda site: [site.axis])), *_P("split"))
+register(movement(_beside(lambda site: [])), *_P("zeros_like"))
+register(broadcast_in_dim, *_P("broadcast_in_dim"))
+register(iota, *_P("iota"))
+register(empty, *_P("empty"))
+register(scalar, *_P("empty2"))
+register(identity, *_P("stop_gradient optimization_barrier"))
+register(dropped, *_P("sharding_constraint reshard layout_constraint device_put"))
+register(tie, *_P("tie"))

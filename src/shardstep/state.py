@@ -1,0 +1,63 @@
+"""State at rest: laying arrays out on the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from .errors import ShardstepError
+
+
+def place(
+    leaves: Sequence[Any], shardings: Sequence[NamedSharding], paths: Sequence[str], donated: Container[int] = ()
+) -> list[Any]:
+    """Lay arrays out. What is already in place is passed on.
+
+    Of what is not and will be donated, a copy is laid out: `jax.device_put` may share memory with its argument (even when
+    told not to), and donating that memory would take the user's own array away.
+    """
+    moving = [i for i, (x, s) in enumerate(zip(leaves, shardings, strict=True)) if not _in_place(x, s)]
+    if not moving:
+        return list(leaves)
+    for i in moving:
+        _check_devices(leaves[i], shardings[i], paths[i])
+    sources = [jnp.copy(leaves[i]) if i in donated and isinstance(leaves[i], jax.Array) else leaves[i] for i in moving]
+    moved = jax.device_put(sources, [shardings[i] for i in moving])
+    placed = list(leaves)
+    for i, x in zip(moving, moved, strict=True):
+        placed[i] = x
+    return placed
+
+
+def _in_place(x: Any, sharding: NamedSharding) -> bool:
+    if not isinstance(x, jax.Array):
+        return False
+    return x.sharding == sharding or (x.committed and x.sharding.is_equivalent_to(sharding, x.ndim))
+
+
+def _check_devices(x: Any, sharding: NamedSharding, path: str) -> None:
+    if isinstance(x, jax.Array) and x.is_deleted():
+        raise ShardstepError(
+            f"{path} was donated to an earlier call and is gone: use the state that the call returned, or pass"
+            " options=Options(donate=False)"
+        )
+    if isinstance(x, jax.Array) and x.committed and not x.sharding.device_set & sharding.device_set:
+        raise ShardstepError(
+            f"{path} is on {_devices(x.sharding.device_set)}, but the mesh has {_devices(sharding.device_set)}: give a mesh"
+            " with the devices that hold the state, or move the state with jax.device_put"
+        )
+
+
+def _devices(devices: set[Any]) -> str:
+    listed = sorted(devices, key=lambda d: d.id)
+    shown = ", ".join(str(d) for d in listed[:4])
+    return shown if len(listed) <= 4 else f"{shown}, ... ({len(listed)} devices)"
+
+
+def logical(state: Any) -> Any:
+    """The state as a plain pytree of full-shape arrays."""
+    return state
