@@ -5,17 +5,27 @@
 
 The variants take one step each in turn, so that whatever else the machine does falls on all of them; the figures are
 medians with quartiles. Compile times are medians over cold lowerings and compilations, also in turn.
+
+Beware of the allocator. On CPU, XLA takes its temporaries from malloc at each step, and glibc maps a block above
+32 MiB afresh each time: a program with larger temporaries then pays for page faults, not for its update. At width 1024
+the MLP's baselines lie 360 bytes above that line and shardstep lies below it. So by default freed memory is kept, which
+favours the baselines; `--malloc default` shows what an untuned process sees, and the table shows the page faults either
+way. The replicated MLP is also far slower at width 1024 than its size explains (why is not established), so the MLP is
+measured at width 960 too.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import json
 import math
 import os
 import platform
+import resource
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -82,7 +92,7 @@ def mlp(replicas: int, width: int = 1024, layers: int = 4) -> Workload:
 
     rng = np.random.default_rng(0)
     batch = tuple(rng.standard_normal((replicas, width), np.float32) for _ in range(2))
-    return training("mlp", loss, create, optax.adam(1e-3), batch)
+    return training(f"mlp of width {width}", loss, create, optax.adam(1e-3), batch)
 
 
 def transformer(
@@ -132,7 +142,11 @@ def transformer(
     return training("transformer", loss, create, optimizer, batch)
 
 
-WORKLOADS = {"transformer": transformer, "mlp": mlp}
+WORKLOADS: dict[str, Callable[[int], Workload]] = {
+    "transformer": transformer,
+    "mlp": mlp,
+    "mlp-960": functools.partial(mlp, width=960),
+}
 
 
 # --- variants: what a user would do with the step -------------------------------------------------------------------
@@ -205,6 +219,8 @@ class Measurement:
     temporary_bytes: int  # a device
     collectives: dict[str, int] = field(default_factory=dict)
     wire_bytes: float = 0.0  # a device, a step
+    cpu: Timing | None = None  # user and system time of a step, all threads
+    page_faults: float = math.nan  # median of a step; 4 KiB each: memory that was mapped afresh
     loss: float = math.nan  # after the last step: the variants must agree
 
 
@@ -212,33 +228,30 @@ def measure(
     workload: Workload, mesh: Mesh, variants: Sequence[str], steps: int, compilations: int
 ) -> list[Measurement]:
     compiled, lower, compile_ = compile_all(workload, mesh, variants, compilations)
-    seconds, losses = run_all(workload, mesh, variants, steps)
+    costs, losses = run_all(workload, mesh, variants, steps)
     return [
-        describe(
-            name,
-            Timing.of(seconds[name]),
-            Timing.of(lower[name]),
-            Timing.of(compile_[name]),
-            compiled[name],
-            losses[name],
-        )
+        describe(name, compiled[name], Timing.of(lower[name]), Timing.of(compile_[name]), costs[name], losses[name])
         for name in variants
     ]
 
 
-def describe(name: str, step: Timing, lower: Timing, compile_: Timing, compiled: Any, loss: float) -> Measurement:
+def describe(
+    name: str, compiled: Any, lower: Timing, compile_: Timing, costs: Sequence[Cost], loss: float
+) -> Measurement:
     memory = compiled.memory_analysis()
     found: list[Collective] = collectives(compiled.as_text())
     return Measurement(
-        name,
-        step,
-        lower,
-        compile_,
-        memory.argument_size_in_bytes,
-        memory.temp_size_in_bytes,
-        counts(found),
-        wire_bytes(found),
-        loss,
+        variant=name,
+        step=Timing.of([cost.wall for cost in costs]),
+        lower=lower,
+        compile=compile_,
+        argument_bytes=memory.argument_size_in_bytes,
+        temporary_bytes=memory.temp_size_in_bytes,
+        collectives=counts(found),
+        wire_bytes=wire_bytes(found),
+        cpu=Timing.of([cost.cpu for cost in costs]),
+        page_faults=statistics.median(cost.page_faults for cost in costs),
+        loss=loss,
     )
 
 
@@ -253,52 +266,72 @@ def compile_all(workload: Workload, mesh: Mesh, variants: Sequence[str], times: 
         for name in variants:
             jax.clear_caches()
             step = VARIANTS[name](workload, mesh)
-            lowered, seconds = timed(lambda step=step: step.lower(state, batch))
-            lower[name].append(seconds)
-            compiled[name], seconds = timed(lowered.compile)
-            compile_[name].append(seconds)
+            lowered, cost = timed(lambda step=step: step.lower(state, batch))
+            lower[name].append(cost.wall)
+            compiled[name], cost = timed(lowered.compile)
+            compile_[name].append(cost.wall)
     return compiled, lower, compile_
 
 
 def run_all(
     workload: Workload, mesh: Mesh, variants: Sequence[str], steps: int, warm_up: int = 2
-) -> tuple[dict[str, list[float]], dict[str, float]]:
+) -> tuple[dict[str, list[Cost]], dict[str, float]]:
     """Call each variant as a user would, one step each in turn."""
     step = {name: VARIANTS[name](workload, mesh) for name in variants}
     # The first call moves each state into its layout, so that only one full copy exists at a time.
     state = {}
     for name in variants:
         state[name], _ = jax.block_until_ready(step[name](workload.init(), workload.batch))
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    costs: dict[str, list[Cost]] = {name: [] for name in variants}
     losses: dict[str, float] = {}
     for i in range(warm_up + steps):
         for name in variants:
-            (state[name], loss), elapsed = timed(
+            (state[name], loss), cost = timed(
                 lambda name=name: jax.block_until_ready(step[name](state[name], workload.batch))
             )
             losses[name] = float(loss)
             if i >= warm_up:
-                seconds[name].append(elapsed)
-    return seconds, losses
+                costs[name].append(cost)
+    return costs, losses
 
 
-def timed(call: Callable[[], Any]) -> tuple[Any, float]:
-    start = time.perf_counter()
+class Cost(NamedTuple):
+    wall: float  # seconds
+    cpu: float  # seconds, over all threads
+    page_faults: int
+
+
+def timed(call: Callable[[], Any]) -> tuple[Any, Cost]:
+    before, start = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
     result = call()
-    return result, time.perf_counter() - start
+    wall, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF)
+    cpu = (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime)
+    return result, Cost(wall, cpu, after.ru_minflt - before.ru_minflt)
+
+
+# glibc: never map a block of its own for an allocation, never give freed memory back.
+KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_ARENA_MAX": "1"}
+
+
+def restart_keeping_memory() -> None:
+    """glibc reads its settings when a process starts, so start once more with them."""
+    if any(os.environ.get(key) != value for key, value in KEEP_MEMORY.items()):
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **KEEP_MEMORY})
 
 
 # --- reporting ------------------------------------------------------------------------------------------------------
 
 
-def table(workload: str, found: Sequence[Measurement], replicas: int) -> Table:
-    result = Table(title=f"{workload}, {replicas} replicas: medians (quartiles)")
+def table(workload: str, found: Sequence[Measurement], args: argparse.Namespace) -> Table:
+    result = Table(title=f"{workload}, {args.devices} replicas, malloc: {args.malloc}; medians (quartiles)")
     for title in ("", *(m.variant for m in found)):
         result.add_column(title, justify="right" if title else "left")
     base = found[0]
     rows: dict[str, Callable[[Measurement], str]] = {
         "step, ms": lambda m: str(m.step),
         f"faster than {base.variant}": lambda m: f"{base.step.median / m.step.median:.2f}x",
+        "CPU time, ms": lambda m: str(m.cpu),
+        "page faults a step": lambda m: f"{m.page_faults:.0f}",
         "arguments a device, MB": lambda m: f"{m.argument_bytes / 1e6:.1f}",
         "temporaries a device, MB": lambda m: f"{m.temporary_bytes / 1e6:.1f}",
         "sent a device, MB": lambda m: f"{m.wire_bytes / 1e6:.1f}",
@@ -324,6 +357,7 @@ def report(results: dict[str, list[Measurement]], args: argparse.Namespace) -> d
         "machine": {
             "platform": platform.platform(),
             "processor": processor(),
+            "load": os.getloadavg(),
             "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
             "devices": [str(jax.devices()[0].device_kind), jax.device_count()],
         },
@@ -359,19 +393,24 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--compilations", type=int, default=3, help="cold compilations of each (default: %(default)s)")
     parser.add_argument("--workload", nargs="*", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--variant", nargs="*", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument(
+        "--malloc", choices=("keep", "default"), default="keep", help="see above (default: %(default)s)"
+    )
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
+    if args.malloc == "keep":
+        restart_keeping_memory()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", args.devices)
     mesh = jax.make_mesh((args.devices,), ("data",), axis_types=(AxisType.Auto,))
     results: dict[str, list[Measurement]] = {}
     for name in args.workload:
         results[name] = measure(WORKLOADS[name](args.devices), mesh, args.variant, args.steps, args.compilations)
-        Console().print(table(name, results[name], args.devices))
+        Console().print(table(name, results[name], args))
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(report(results, args), indent=2) + "\n")

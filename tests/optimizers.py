@@ -4,9 +4,9 @@
     for batch in batches:                                   # batch = (inputs, targets)
         params, opt_state, loss = step(params, opt_state, batch)
 
-`OPTIMIZERS[name]` is a zero-argument factory of the transformation; its `elementwise` says that (all but a sliver of)
-the state is one number per weight, as with Adam, so that sharding must reach it; its `update` hides what some optimizers
-need beyond `update(grads, state, params)`. No shardstep in here.
+`OPTIMIZERS[name]` is a zero-argument factory of the transformation; its `elementwise` says that (all but a sliver
+of) the state is one number per weight, as with Adam, so that sharding must reach it; its `update` hides what some
+optimizers need beyond `update(grads, state, params)`. No shardstep in here.
 """
 
 from __future__ import annotations
@@ -190,13 +190,14 @@ ALIASES = {
     "yogi": Optimizer(lambda: optax.yogi(1e-3)),
 }
 
+# The learning-rate-free ones start at 1e-6 by default, where the distance travelled is lost in rounding: start higher.
 CONTRIB = {
     "acprop": Optimizer(lambda: contrib.acprop(1e-3)),
     "ademamix": Optimizer(lambda: contrib.ademamix(1e-3)),
     "adopt": Optimizer(lambda: contrib.adopt(1e-3)),
     "cocob": Optimizer(lambda: contrib.cocob()),
     "dadapt_adamw": Optimizer(lambda: contrib.dadapt_adamw()),
-    "dog": Optimizer(lambda: contrib.dog()),
+    "dog": Optimizer(lambda: contrib.dog(init_step=("distance", 0.1))),
     "dowg": Optimizer(lambda: contrib.dowg()),
     "dpsgd": stateless(lambda: contrib.dpsgd(1e-2, 1.0, 0.1, seed=3), update=per_example),
     "galore": factored(lambda: contrib.galore(1e-3, rank=8, update_proj_gap=2)),
@@ -206,7 +207,7 @@ CONTRIB = {
     "momo_adam": Optimizer(lambda: contrib.momo_adam(), update=told_value),
     "muon": Optimizer(lambda: contrib.muon(1e-3)),
     "normalized_sgd": stateless(lambda: optax.chain(contrib.normalize(), optax.sgd(1e-2))),
-    "prodigy": Optimizer(lambda: contrib.prodigy()),
+    "prodigy": Optimizer(lambda: contrib.prodigy(estim_lr0=1e-3)),
     "reduce_on_plateau": Optimizer(
         lambda: optax.chain(optax.adam(1e-3), contrib.reduce_on_plateau(patience=1)), update=told_value
     ),
@@ -272,7 +273,7 @@ WRAPPERS = {
     "normalize_by_update_norm": stateless(lambda: optax.chain(optax.normalize_by_update_norm(), optax.sgd(1e-2))),
     "rss": Optimizer(lambda: optax.chain(optax.scale_by_rss(), optax.sgd(1e-2))),
     "scale_by_distance_over_gradients": Optimizer(
-        lambda: optax.chain(optax.scale_by_distance_over_gradients(), optax.scale(-1.0))
+        lambda: optax.chain(optax.scale_by_distance_over_gradients(reps_rel=1e-2), optax.scale(-1.0))
     ),
     "scale_by_param_block": stateless(
         lambda: optax.chain(optax.scale_by_param_block_norm(), optax.scale_by_param_block_rms(), optax.sgd(1e-2))

@@ -145,11 +145,13 @@ def test_batch_mark_survives():
 
 def test_gamma_splits_over_keys_only():
     """The key of a gamma draw is split over the trailing dimensions of alpha, whose size must be the global one."""
-    alpha = jnp.ones((4, 2))
-    by_key = verify(jax.vmap(jax.random.gamma), keys_of(4), alpha, n=2, outers=(1,))["random_gamma"]
-    assert by_key == {((REPLICATED, REPLICATED), (REPLICATED,)), ((Split(0), Split(0)), (Split(0),))}
-    one_key = verify(jax.random.gamma, KEY, alpha, n=2, outers=(1,))["random_gamma"]
-    assert one_key == {((REPLICATED, REPLICATED), (REPLICATED,))}
+    by_key = verify(jax.vmap(jax.random.gamma), keys_of(2), jnp.ones((2, 2)), n=2, limit=2, only={"random_gamma"})
+    assert ((Split(0), Split(0)), (Split(0),)) in by_key["random_gamma"]
+    keys, alpha = Array((), KEY.dtype), Array((2, 2), jnp.dtype(jnp.float32))
+    for dim in (0, 1):
+        assert offers("random_gamma", (keys, alpha), (REPLICATED, Split(dim)), (alpha,)) is None
+    replicated = [((REPLICATED, REPLICATED), (REPLICATED,))]
+    assert offers("random_gamma", (keys, alpha), (REPLICATED, REPLICATED), (alpha,)) == replicated
 
 
 @pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])

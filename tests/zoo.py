@@ -9,7 +9,8 @@ and the metrics last (the loss, or a dict with "loss" in it):
     *state, metrics = jitted(*program.state, *program.batches[0])
 
 `run(program)` chains the steps over `program.batches`. Nothing here knows shardstep. The programs draw their weights
-and their data from fixed seeds; several weights of each are 16 KiB or more, so that there is something to shard. Layers whose true gradient is zero (biases ahead of a normalisation, attention key biases) are left out: an
+and their data from fixed seeds; several weights of each are 16 KiB or more, so that there is something to shard.
+Layers whose true gradient is zero (biases ahead of a normalisation, attention key biases) are left out: an
 adaptive optimizer would blow their rounding noise up to full-size updates, which says nothing about a program.
 """
 

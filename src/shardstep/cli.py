@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     demo = commands.add_parser(
         "demo", parents=[common], help="train a small transformer, plain and sharded, side by side"
     )
-    demo.add_argument("--steps", type=positive, default=60, help="training steps (default: %(default)s)")
+    demo.add_argument("--steps", type=positive, default=40, help="training steps (default: %(default)s)")
     demo.add_argument("--devices", type=positive, default=8, help="simulated CPU devices (default: %(default)s)")
     demo.set_defaults(run=run_demo)
     return top

@@ -69,7 +69,8 @@ def moves(source: Layout, target: Layout) -> Iterator[Move]:
     """The conversion as single moves, in an order in which every step is a layout.
 
     Axes that split the same dimension nest in mesh order, so an outer axis cannot be gathered under an inner one:
-    inner splits are undone first (innermost axis first) and made again last (outermost first).
+    inner splits are undone first (innermost axis first) and made again last (outermost first). What is to be split is
+    split before anything else is reduced: an all-reduce of a shard is cheaper than one of the whole.
     """
     current = list(source)
     for k in reversed(range(len(current))):
@@ -79,9 +80,9 @@ def moves(source: Layout, target: Layout) -> Iterator[Move]:
         if isinstance(current[k], Split) and (inner_of_change or (current[k] != target[k] and not _direct(current, target, k))):
             yield Move(k, current[k], REPLICATED)
             current[k] = REPLICATED
-    for k in range(len(current)):
-        if current[k] != target[k]:
-            yield Move(k, current[k], target[k])
+    changing = [k for k in range(len(current)) if current[k] != target[k]]
+    for k in sorted(changing, key=lambda k: not isinstance(target[k], Split)):
+        yield Move(k, current[k], target[k])
 
 
 def _dims(*placements: Placement) -> set[int]:

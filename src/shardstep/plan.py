@@ -93,7 +93,7 @@ class Plan:
         """The share of the optimizer's state bytes that rests sharded."""
         auxiliary = [leaf for leaf in self.leaves if leaf.role == "auxiliary"]
         total = sum(leaf.bytes_before for leaf in auxiliary)
-        return sum(leaf.bytes_before for leaf in auxiliary if leaf.bytes_after < leaf.bytes_before) / total if total else 1.0
+        return sum(leaf.bytes_before for leaf in auxiliary if "split" in leaf.layout) / total if total else 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,12 +122,11 @@ def decide(
         rests.append(examples.get(i, layout))
         reasons.append(reason)
     outputs: list[Layout | None] = [None] * len(program.outputs)
-    before = list(outputs)
     for i, o in captured.state.items():
-        outputs[o], before[o] = rests[i], whole(axes)
+        outputs[o] = rests[i]
     decided = schedule(program, axes, rests, outputs)
     _check_outputs(captured, decided)
-    baseline = schedule(program, axes, plain, before)
+    baseline = _baseline(captured, axes)
     leaves = tuple(
         _leaf(captured.paths[i], array, roles[i], rests[i], axes, reasons[i]) for i, array in enumerate(arrays)
     )
@@ -146,6 +145,17 @@ def decide(
         shardings=shardings,
     )
     return Decided(plan, decided, tuple(rests), decided.outputs)
+
+
+def _baseline(captured: Captured, axes: tuple[Axis, ...]) -> Schedule:
+    """The program that everyone runs today: all state replicated, gradients all-reduced over all replicas at once."""
+    joined = (Axis(tuple(n for a in axes for n in a.names), _replicas(axes)),)
+    examples = _examples(captured, joined)
+    outputs: list[Layout | None] = [None] * len(captured.program.outputs)
+    for o in captured.state.values():
+        outputs[o] = whole(joined)
+    inputs = [examples.get(i, whole(joined)) for i in range(len(captured.program.inputs))]
+    return schedule(captured.program, joined, inputs, outputs)
 
 
 def _replicas(axes: tuple[Axis, ...]) -> int:

@@ -16,8 +16,8 @@ Params = dict[str, Any]
 
 class Config(NamedTuple):
     vocabulary: int
-    context: int = 64
-    width: int = 256
+    context: int = 32
+    width: int = 384
     heads: int = 4
     layers: int = 2
 

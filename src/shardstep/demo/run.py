@@ -56,8 +56,9 @@ def demo(steps: int) -> bool:
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
     tokens, config = load_text()
     step = functools.partial(train_step, config=config)
+    everywhere = NamedSharding(mesh, PartitionSpec())
     plain, sharded = runs = (
-        Run("jax.jit", replicated(step, mesh), init(jax.random.key(0), config)),
+        Run("jax.jit", replicated(step, mesh), jax.device_put(init(jax.random.key(0), config), everywhere)),
         Run("shardstep.shard", shardstep.shard(step, mesh), init(jax.random.key(0), config)),
     )
     describe(console, plain.state, mesh)

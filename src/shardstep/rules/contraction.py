@@ -129,8 +129,8 @@ def _conv_general_dilated(site: Site) -> Iterator[Index]:
         features grouped    lhs[n, (g, c)]   rhs[(g, o), c]  ->  result[n, (g, o)]
         batch grouped       lhs[(g, n), c]   rhs[(g, o), c]  ->  result[n, (g, o)]
 
-    Forward, the examples are n. The weight gradient is a convolution too, with the examples at c: always contracted,
-    whatever the groups, since JAX exchanges the two groupings when it transposes.
+    Forward, the examples are n. The weight gradient is a convolution too, with the examples at c: contracted
+    even if the forward features were grouped, since JAX exchanges the two groupings when it transposes.
     """
     (lhs_n, lhs_c, *lhs_space), (rhs_o, rhs_c, *rhs_space), (out_n, out_o, *out_space) = site.dimension_numbers
     lhs, rhs = (x.shape for x in site.inputs)

@@ -117,16 +117,20 @@ def settle(
     xs: Sequence[Layout],
     wanted: Sequence[tuple[Demand, ...]],
 ) -> tuple[list[Layout], Schedule]:
-    """The least carry layouts that the body keeps, and the body scheduled for them."""
-    carry = [entry(forward, a) for a in init]
+    """The least carry layouts that the body keeps, and the body scheduled for them.
+
+    What the readers behind the loop want of a carry must not move data inside it: there it would move once an iteration.
+    """
+    carry = [forward.home(a) for a in init]
     ys = [None] * (len(body.outputs) - len(carry))
+    inner = [(NOTHING,) * len(forward.axes)] * len(carry) + list(wanted[len(carry) :])
     kept: set[tuple[int, int]] = set()  # (carry, axis) pairs that stay whole
     # each round raises at least one placement, and a placement can be raised three times
     for _ in range(3 * len(carry) * len(forward.axes) + 2):
-        inside = forward.body(body, [*fixed, *carry, *xs], [*([None] * len(carry)), *ys], wanted)
+        inside = forward.body(body, [*fixed, *carry, *xs], [*([None] * len(carry)), *ys], inner)
         raised = [_raise(forward, i, init, carry, inside, len(fixed), wanted, kept) for i in range(len(carry))]
         if raised == carry:
-            return carry, forward.body(body, [*fixed, *carry, *xs], [*carry, *ys], wanted)
+            return carry, forward.body(body, [*fixed, *carry, *xs], [*carry, *ys], inner)
         carry = raised
     raise AssertionError(f"internal error: the carry layouts of {equation.primitive} at {equation.line} did not settle")
 

@@ -25,7 +25,7 @@ For indices that every replica knows, gather is linear in its operand, scatter-a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -129,7 +129,7 @@ def _gather_loops(site: Site) -> tuple[list[Loop], list[Loop]]:
     dims, operand, result = site.dimension_numbers, site.inputs[0], site.outputs[0]
     sliced = _others(operand.ndim, dims.collapsed_slice_dims, dims.operand_batching_dims)
     whole = _whole(operand.shape, site.slice_sizes)
-    windows = [(d, None, int(o)) for d, o in zip(sliced, dims.offset_dims, strict=True) if d in whole]
+    windows: list[Loop] = [(d, None, int(o)) for d, o in zip(sliced, dims.offset_dims, strict=True) if d in whole]
     beside = dict(zip(dims.start_indices_batching_dims, dims.operand_batching_dims, strict=True))
     # the dimensions of indices, the last of which holds one index, come out in order
     return windows, [(beside.get(i), i, o) for i, o in enumerate(_others(result.ndim, dims.offset_dims))]
@@ -164,7 +164,7 @@ def _owned_rows(site: Site, placements: tuple[Placement, ...]) -> list[Decision]
     return [Decision((split, REPLICATED), (PARTIAL,), emit=_gather_owned)]
 
 
-def _is_pointed_into(split: Placement, single: Sequence[int], indexed: Sequence[int]) -> bool:
+def _is_pointed_into(split: Placement | None, single: Sequence[int], indexed: Sequence[int]) -> TypeGuard[Split]:
     """Is this a split into blocks of a dimension that indices address element by element?"""
     return isinstance(split, Split) and split.outer == 1 and split.dim in single and split.dim in indexed
 
@@ -233,7 +233,7 @@ def _scatter_loops(site: Site) -> tuple[list[Loop], list[Loop]]:
     dims, (operand, _, updates) = site.dimension_numbers, site.inputs
     written = _others(operand.ndim, dims.inserted_window_dims, dims.operand_batching_dims)
     pairs = zip(written, dims.update_window_dims, strict=True)
-    windows = [(d, None, int(u), d) for d, u in pairs if operand.shape[d] == updates.shape[u]]
+    windows: list[Loop] = [(d, None, int(u), d) for d, u in pairs if operand.shape[d] == updates.shape[u]]
     beside = dict(zip(dims.scatter_indices_batching_dims, dims.operand_batching_dims, strict=True))
     lookups = [
         (beside.get(i), i, u, beside.get(i)) for i, u in enumerate(_others(updates.ndim, dims.update_window_dims))

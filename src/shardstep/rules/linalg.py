@@ -1,9 +1,11 @@
-"""Linear algebra: one answer per matrix, and a matrix is needed whole.
+"""Linear algebra: one answer per matrix.
 
-cholesky(split on a leading dimension)   -> split      one example after the other; so all factorizations
-cholesky(split on a matrix dimension)    -> gather     there is no way around it
-solve(a, b split on right-hand sides)    -> split      A X = B, column by column
-solve(a, b partial)                      -> partial    the solution is linear in b; so is the Fourier transform
+A matrix is needed whole; a stack of them is not.
+
+    cholesky(split on a leading dimension)   -> split      one example after the other; so all factorizations
+    cholesky(split on a matrix dimension)    -> gather     there is no way around it
+    solve(a, b split on right-hand sides)    -> split      A X = B, column by column
+    solve(a, b partial)                      -> partial    the solution is linear in b; so is the Fourier transform
 """
 
 from __future__ import annotations

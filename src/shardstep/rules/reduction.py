@@ -1,12 +1,15 @@
-"""Reductions, scans, sorting and pooling: what happens along a dimension is what the primitive is for.
+"""Reductions, scans, sorting and pooling.
 
-reduce_sum(split), that dimension reduced     -> partial      each replica sums its block
-reduce_max(split), that dimension reduced     -> partial max
-reduce_*(split), another dimension reduced    -> split        dimensions are renumbered
-argmax, cumsum, sort along the split          -> gather       the answer needs all of the dimension
-argmax, cumsum, sort along another dimension  -> split
-pooling over a window of 1                    -> split        batch and channels; space is gathered
-reduce_sum, cumsum, sum pooling(partial)      -> partial      linear; likewise max of partial max
+What happens to a split depends on whether the primitive works along that dimension or beside it:
+
+    reduce_sum(split), that dimension reduced     -> partial      each replica sums its block
+    reduce_max(split), that dimension reduced     -> partial max
+    all, any(split), that dimension reduced       -> partial min, partial max: is every gradient finite?
+    reduce_*(split), another dimension reduced    -> split        dimensions are renumbered
+    argmax, cumsum, sort along the split          -> gather       the answer needs all of the dimension
+    argmax, cumsum, sort along another dimension  -> split
+    pooling over a window of 1                    -> split        batch and channels; space is gathered
+    reduce_sum, cumsum, sum pooling(partial)      -> partial      linear; likewise max of partial max
 """
 
 from __future__ import annotations

@@ -158,9 +158,9 @@ def broadcast_in_dim(site: Site, placements: tuple[Placement, ...]) -> Sequence[
         return jointly(site, placements)
     if (want := _wanted(site)) is None:
         return replicate(site)
-    source = dims.index(want.dim) if want.dim in dims else None
-    copied = source is None or operand.shape[source] != whole.shape[want.dim]  # a new or a size-1 dimension
-    return [lands(REPLICATED if copied else want.on(source, want.outer), want), replicate(site)]
+    kept = want.dim in dims and operand.shape[dims.index(want.dim)] == whole.shape[want.dim]
+    source = want.on(dims.index(want.dim), want.outer) if kept else REPLICATED  # new and size-1 dimensions: copies
+    return [lands(source, want), replicate(site)]
 
 
 def iota(site: Site, placements: tuple[Placement, ...]) -> Sequence[Decision] | Decision:
