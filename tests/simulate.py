@@ -41,9 +41,13 @@ def join(blocks, placement, shape):
         seen = [b.reshape(*shape[:d], outer, shape[d] // outer // n, *shape[d + 1 :]) for b in blocks]
         return jnp.concatenate(seen, axis=d + 1).reshape(shape)
     if isinstance(placement, Partial):
-        return {"add": sum, "max": lambda b: jnp.stack(b).max(0), "min": lambda b: jnp.stack(b).min(0)}[placement.op](blocks)
+        return {"add": sum, "max": lambda b: jnp.stack(b).max(0), "min": lambda b: jnp.stack(b).min(0)}[placement.op](
+            blocks
+        )
     for block in blocks[1:]:
-        np.testing.assert_array_equal(as_data(block), as_data(blocks[0]), "a replicated result differs between replicas")
+        np.testing.assert_array_equal(
+            as_data(block), as_data(blocks[0]), "a replicated result differs between replicas"
+        )
     return blocks[0]
 
 
@@ -108,7 +112,16 @@ def verify(fun, *args, n=3, outers=(1, 2), limit=400, only=None, wants=False):
     """Check every rule that `fun` meets; returns {primitive name: set of (operands, results) that were offered}."""
     jaxpr = jax.make_jaxpr(fun)(*args)
     offered: dict[str, set] = {}
-    _walk(jaxpr, [jnp.asarray(a) if not hasattr(a, "dtype") else a for a in jax.tree.leaves(args)], n, outers, limit, only, wants, offered)
+    _walk(
+        jaxpr,
+        [jnp.asarray(a) if not hasattr(a, "dtype") else a for a in jax.tree.leaves(args)],
+        n,
+        outers,
+        limit,
+        only,
+        wants,
+        offered,
+    )
     return offered
 
 
@@ -134,11 +147,15 @@ def _walk(jaxpr, args, n, outers, limit, only, wants, offered):
                 for placements in itertools.islice(choices, limit):
                     hints = [()]
                     if wants:
-                        hints = [(s,) * len(outputs) for s in candidates(outputs[0], n, outers) if isinstance(s, Split)] + [()]
+                        hints = [
+                            (s,) * len(outputs) for s in candidates(outputs[0], n, outers) if isinstance(s, Split)
+                        ] + [()]
                     for hint in hints:
                         site = Site(eqn.primitive, eqn.params, inputs, outputs, n, hint)
                         decisions = rule(site, placements)
-                        decisions = [] if decisions is None else [decisions] if hasattr(decisions, "operands") else decisions
+                        decisions = (
+                            [] if decisions is None else [decisions] if hasattr(decisions, "operands") else decisions
+                        )
                         for decision in decisions:
                             check_decision(eqn, site, decision, values, out, rng, n)
                             key = (decision.operands, decision.results)

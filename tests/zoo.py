@@ -539,7 +539,7 @@ def siamese(batch: int = 8) -> Program:
     class Embedder(nn.Module):
         @nn.compact
         def __call__(self, x):
-            return nn.Dense(64)(jnp.tanh(nn.Dense(128)(x)))
+            return nn.Dense(64, use_bias=False)(jnp.tanh(nn.Dense(128)(x)))  # distances do not see a bias
 
     module = Embedder()
     params = jax.jit(module.init)(jax.random.key(0), jnp.zeros((1, 128)))
@@ -990,7 +990,7 @@ def weight_norm(batch: int = 8) -> Program:
         "spectral": dense_init(k2, 128, 64),
         "out": dense_init(k3, 64, 10),
     }
-    tx = optax.adam(1e-3)
+    tx = optax.sgd(0.05, momentum=0.9)
 
     def forward(params, left, x):
         v = params["v"]

@@ -88,7 +88,9 @@ class Replicas:
         names = tuple(mesh.axis_names) if axis is None else as_tuple(axis, str)
         for name in names:
             if name not in mesh.axis_names:
-                raise ShardstepError(f"axis={name!r} is not an axis of the mesh, which has {', '.join(mesh.axis_names)}")
+                raise ShardstepError(
+                    f"axis={name!r} is not an axis of the mesh, which has {', '.join(mesh.axis_names)}"
+                )
         names = tuple(n for n in mesh.axis_names if n in names)
         size = int(np.prod([mesh.shape[n] for n in names]))
         # ordinary code on arrays of an Explicit mesh raises sharding errors; the rewritten step needs an Auto mesh

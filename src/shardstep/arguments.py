@@ -176,7 +176,9 @@ def call_length(call: Call) -> int:
     return len(args) + sum(isinstance(where, int) for where, _ in call.static_arguments)
 
 
-def _traced(leaves: Sequence[Any], arguments: tuple[list[Any], dict[str, Any]], numbers_static: bool) -> tuple[bool, ...]:
+def _traced(
+    leaves: Sequence[Any], arguments: tuple[list[Any], dict[str, Any]], numbers_static: bool
+) -> tuple[bool, ...]:
     if all(map(is_array, leaves)):
         return (True,) * len(leaves)
     found: list[bool] = []
@@ -195,5 +197,7 @@ def _position(i: int, positional: list[str]) -> int:
     if i < 0:
         i += len(positional)
     if i < 0:
-        raise ShardstepError(f"static_argnums={i - len(positional)} is out of range: the step takes {len(positional)} arguments")
+        raise ShardstepError(
+            f"static_argnums={i - len(positional)} is out of range: the step takes {len(positional)} arguments"
+        )
     return i

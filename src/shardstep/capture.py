@@ -293,7 +293,9 @@ def _axes_for(chosen: Sequence[Argument], batch: Batch) -> list[int]:
     if isinstance(batch.axis, int):
         return [batch.axis] * len(chosen)
     if len(batch.axis) != len(chosen):
-        raise ShardstepError(f"batch_axis has {len(batch.axis)} entries for {len(chosen)} batch arguments: give one for each")
+        raise ShardstepError(
+            f"batch_axis has {len(batch.axis)} entries for {len(chosen)} batch arguments: give one for each"
+        )
     return list(batch.axis)
 
 
@@ -307,7 +309,9 @@ def _dimensions(call: Call, chosen: Sequence[Argument], axes: Sequence[int]) -> 
     ]
     if not sized:
         names = ", ".join(a.name for a in chosen)
-        raise ShardstepError(f"the batch ({names}) has no array with a dimension {axes[0] if axes else 0}: see batch_axis")
+        raise ShardstepError(
+            f"the batch ({names}) has no array with a dimension {axes[0] if axes else 0}: see batch_axis"
+        )
     examples, _ = Counter(size for _, _, size in sized).most_common(1)[0]
     return {i: dim for i, dim, size in sized if size == examples}
 

@@ -52,7 +52,9 @@ class Check:
     def __str__(self) -> str:
         lines = [f"{self.steps} steps on {self.replicas} replicas against the plain program"]
         for leaf in sorted(self.leaves, key=lambda leaf: -leaf.relative):
-            what = "exact" if leaf.exact else f"differs by {leaf.absolute:.3g} ({leaf.relative:.3g} of its largest value)"
+            what = (
+                "exact" if leaf.exact else f"differs by {leaf.absolute:.3g} ({leaf.relative:.3g} of its largest value)"
+            )
             lines.append(f"  {leaf.path}  {leaf.dtype}{list(leaf.shape)}  {what}")
         return "\n".join(lines)
 

@@ -60,7 +60,7 @@ def cost(source: Placement, target: Placement, nbytes: float, n: int) -> float:
     """Bytes on the wire for one placement to become another; infinite where it cannot."""
     if source == target:
         return 0.0
-    if isinstance(source, Varying) or isinstance(target, Varying) and not isinstance(source, Replicated):
+    if isinstance(source, Varying) or (isinstance(target, Varying) and not isinstance(source, Replicated)):
         return math.inf
     return wire_bytes(Move(0, source, target).kind, nbytes, n)
 
@@ -77,7 +77,9 @@ def moves(source: Layout, target: Layout) -> Iterator[Move]:
         inner_of_change = isinstance(current[k], Split) and any(
             current[j] != target[j] and _dims(current[j], target[j]) & _dims(current[k]) for j in range(k)
         )
-        if isinstance(current[k], Split) and (inner_of_change or (current[k] != target[k] and not _direct(current, target, k))):
+        if isinstance(current[k], Split) and (
+            inner_of_change or (current[k] != target[k] and not _direct(current, target, k))
+        ):
             yield Move(k, current[k], REPLICATED)
             current[k] = REPLICATED
     changing = [k for k in range(len(current)) if current[k] != target[k]]

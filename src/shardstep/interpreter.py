@@ -67,9 +67,15 @@ def _results(step: Step, operands: list[Any], axes: tuple[Axis, ...]) -> Sequenc
         return step.equation.primitive.bind(*operands, **step.params)
     if step.emit is None:
         return [step.equation.primitive.bind(*operands, **step.params)]
-    inputs = [_block(a.array.shape, layout, axes) for a, layout in zip(step.equation.inputs, step.operands, strict=True)]
-    outputs = [_block(v.array.shape, layout, axes) for v, layout in zip(step.equation.outputs, step.results, strict=True)]
-    local = Local(step.equation.primitive, step.params, tuple(inputs), tuple(outputs), tuple(n for a in axes for n in a.names))
+    inputs = [
+        _block(a.array.shape, layout, axes) for a, layout in zip(step.equation.inputs, step.operands, strict=True)
+    ]
+    outputs = [
+        _block(v.array.shape, layout, axes) for v, layout in zip(step.equation.outputs, step.results, strict=True)
+    ]
+    local = Local(
+        step.equation.primitive, step.params, tuple(inputs), tuple(outputs), tuple(n for a in axes for n in a.names)
+    )
     return step.emit(local, *operands)
 
 

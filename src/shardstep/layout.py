@@ -140,4 +140,3 @@ def partition_spec(ndim: int, layout: Layout, axes: tuple[Axis, ...]) -> Partiti
 def show(layout: Layout) -> str:
     """`split(0)` on one axis, `split(0) x replicated` on two."""
     return " x ".join(str(p) for p in layout)
-

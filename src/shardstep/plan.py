@@ -140,7 +140,7 @@ def decide(
         collectives=decided.collectives,
         fallbacks=decided.fallbacks,
         state_bytes=Total(sum(x.bytes_before for x in state), sum(x.bytes_after for x in state)),
-        wire_bytes=Total(sum(c.bytes for c in baseline.collectives), sum(c.bytes for c in decided.collectives)),
+        wire_bytes=Total(sum(c.total for c in baseline.collectives), sum(c.total for c in decided.collectives)),
         update_flops=Total(_update_work(baseline), _update_work(decided)),
         shardings=shardings,
     )
@@ -178,7 +178,7 @@ def _examples(captured: Captured, axes: tuple[Axis, ...]) -> dict[int, Layout]:
 def _roles(captured: Captured, axes: tuple[Axis, ...], plain: Sequence[Layout]) -> list[str]:
     """A weight meets the examples; auxiliary state only meets the update; frozen state comes back as it went in."""
     program = captured.program
-    walk = Forward(program, axes, {}).run(plain, [None] * len(program.outputs), raw=True)
+    walk = Forward(program, axes, {}, draws=False).run(plain, [None] * len(program.outputs), raw=True)
     frozen = captured.frozen
 
     def role(i: int) -> str:
@@ -242,7 +242,9 @@ def split_layout(array: Array, axes: tuple[Axis, ...], shared: tuple[bool, ...])
 
 def _leaf(path: str, array: Array, role: str, layout: Layout, axes: tuple[Axis, ...], reason: str) -> Leaf:
     if any(isinstance(p, Varying) for p in layout):  # the program sees one replica's share of the batch already
-        return Leaf(path, array.shape, str(array.dtype), role, show(layout), PartitionSpec(), array.nbytes, array.nbytes, reason)
+        return Leaf(
+            path, array.shape, str(array.dtype), role, show(layout), PartitionSpec(), array.nbytes, array.nbytes, reason
+        )
     block = Array(block_shape(array.shape, layout, axes), array.dtype)
     spec = partition_spec(array.ndim, layout, axes)
     before = block.nbytes if any(map(is_batch, layout)) else array.nbytes

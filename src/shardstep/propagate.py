@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from . import compat
 from .collectives import cost, layout_cost, priced_moves
 from .layout import (
     REPLICATED,
@@ -36,7 +37,6 @@ from .program import Atom, Equation, Literal, Program, Var
 from .rules import Decision, Site, control_flow, replicate, rule_for
 from .rules.core import speaks_of_replicas
 from .schedule import NOTHING, Collective, Demand, Fallback, Schedule, Step
-
 
 Demands = Mapping[Atom, tuple[Demand, ...]]
 
@@ -92,8 +92,10 @@ class Forms:
 class Forward:
     """One forward walk."""
 
-    def __init__(self, program: Program, axes: tuple[Axis, ...], demands: Demands):
+    def __init__(self, program: Program, axes: tuple[Axis, ...], demands: Demands, draws: bool = True):
         self.program = program
+        self.draws = draws  # split random numbers that are drawn one row per example
+        self.examples: set[int] = set()  # how many examples the batch has
         self.axes = axes
         self.demands = demands
         self.forms: dict[Var, Forms] = {}
@@ -109,6 +111,7 @@ class Forward:
             self.forms[var] = Forms(layout)
             if any(map(is_batch, layout)):
                 self.from_batch.add(var)
+                self.examples.update(var.array.shape[p.dim] for p in layout if isinstance(p, Split) and self.draws)
             else:
                 self.origins[var] = 1 << i
         for var, _ in self.program.constants:
@@ -119,6 +122,8 @@ class Forward:
             self.note_origins(equation, step)
             for var, layout in zip(equation.outputs, step.results, strict=True):
                 self.forms[var] = Forms(layout)
+            if step.gathered:
+                self.split_again(equation)
             steps.append(step)
         left = tuple(self.leave(*output, raw) for output in zip(self.program.outputs, outputs, strict=True))
         met = frozenset(i for i in range(len(inputs)) if self.met >> i & 1)
@@ -149,9 +154,9 @@ class Forward:
         """Schedule the body of a loop or branch."""
         return schedule(program, self.axes, inputs, outputs, wanted, raw)
 
-    def enter(self, body: Schedule, loop: str) -> None:
+    def enter(self, body: Schedule, loop: str, times: int = 1) -> None:
         """What a body communicates, the program communicates."""
-        self.collectives += [replace(c, loop=c.loop or loop) for c in body.collectives]
+        self.collectives += [replace(c, loop=c.loop or loop, times=c.times * times) for c in body.collectives]
         self.fallbacks += body.fallbacks
 
     # -- one equation ---------------------------------------------------------------------------------------------
@@ -169,8 +174,9 @@ class Forward:
         results = tuple(v.array for v in equation.outputs)
         site = Site(equation.primitive, equation.params, arrays, results, 1)
         per_axis: list[Decision] = []
+        fallbacks = len(self.fallbacks)
         for k, axis in enumerate(self.axes):
-            site = replace(site, n=axis.size, wants=tuple(self.want(v, k) for v in equation.outputs))
+            site = replace(site, n=axis.size, wants=tuple(self.want(equation, v, k) for v in equation.outputs))
             decision = self.choose(site, equation, k)
             per_axis.append(decision)
             site = localise(site, decision)
@@ -181,6 +187,7 @@ class Forward:
             tuple(zip(*(d.results for d in per_axis), strict=True)),
             site.params,
             emits[-1] if emits else None,
+            gathered=len(self.fallbacks) > fallbacks,
         )
 
     def choose(self, site: Site, equation: Equation, k: int) -> Decision:
@@ -249,9 +256,26 @@ class Forward:
         found = self.demands.get(var)
         return found[k] if found else NOTHING
 
-    def want(self, var: Var, k: int) -> Split | None:
+    def want(self, equation: Equation, var: Var, k: int) -> Split | None:
+        """How the readers of a result would like it; numbers drawn for each example are drawn where the example is."""
         demand = self.demand(var, k)
-        return demand.splits[0] if demand.splits and not demand.full else None
+        if demand.splits and not demand.full:
+            return demand.splits[0]
+        if is_draw(equation) and var.array.ndim and var.array.shape[0] in self.examples:
+            return Split(0, batch=True)
+        return None
+
+    def split_again(self, equation: Equation) -> None:
+        """Examples that an equation needed whole are split again behind it (a free slice), so that its readers share them."""
+        for k, axis in enumerate(self.axes):
+            dims = [p.dim for a in equation.inputs if isinstance(p := self.home(a)[k], Split) and p.batch]
+            for var in equation.outputs if dims else ():
+                layout = self.forms[var].home
+                splits = [Split(d, batch=True) for d in (dims[0], dims[0] + 1)]
+                fitting = [s for s in splits if divides(var.array.shape, s, axis.size)]
+                if fitting and layout[k] == REPLICATED:
+                    again = (*layout[:k], fitting[0], *layout[k + 1 :])
+                    self.forms[var].held = {again: None, **self.forms[var].held}
 
     def hold(self, atom: Atom, target: Layout, purpose: str, line: str) -> Layout:
         """Convert a value, and remember that it is now held this way too."""
@@ -291,11 +315,13 @@ class Forward:
             self.origins.update(dict.fromkeys(equation.outputs, origins))
 
 
+def is_draw(equation: Equation) -> bool:
+    return equation.primitive is compat.primitive("random_bits")
+
+
 def at_rest(layout: Layout) -> Layout:
     """The nearest layout that a value may keep outside the step."""
-    return tuple(
-        REPLICATED if isinstance(p, Partial) or (isinstance(p, Split) and p.outer > 1) else p for p in layout
-    )
+    return tuple(REPLICATED if isinstance(p, Partial) or (isinstance(p, Split) and p.outer > 1) else p for p in layout)
 
 
 def count_uses(program: Program) -> dict[Atom, int]:
@@ -430,18 +456,22 @@ class Backward:
                 self.ask(atom, k, Demand(full=True))
         if meets_batch:
             return
+        summed = sum(isinstance(h, Partial) for h in homes) if isinstance(step.results[0][k], Partial) else 1
         for r, demand in enumerate(asked):
+            terms = demand.terms * max(summed, 1)
             for split in demand.splits[:2]:
-                if trial := trial_for(site, homes, r, split):
+                if trial := trial_for(site, r, split):
                     for atom, placement in zip(equation.inputs, trial.operands, strict=True):
                         if isinstance(placement, Split):
-                            self.ask(atom, k, Demand((placement,)))
-            if demand.full and (operands := carried(site, homes, r)):
-                for i in operands:
-                    self.ask(equation.inputs[i], k, Demand(full=True))
+                            self.ask(atom, k, Demand((placement,), terms=terms))
+            if demand.full or demand.any:
+                for i in carried(site, r):
+                    self.ask(equation.inputs[i], k, Demand(full=demand.full, any=demand.any, terms=terms))
+        for i in condensed(site):
+            self.ask(equation.inputs[i], k, Demand(any=True))
 
 
-def trial_for(site: Site, homes: list[Placement], r: int, split: Split) -> Decision | None:
+def trial_for(site: Site, r: int, split: Split) -> Decision | None:
     """Which splits of the operands make result r come out as `split`?"""
     for i in sorted(range(len(site.inputs)), key=lambda i: -site.inputs[i].size):
         ndim = site.inputs[i].ndim
@@ -449,26 +479,34 @@ def trial_for(site: Site, homes: list[Placement], r: int, split: Split) -> Decis
             for outer in dict.fromkeys((1, split.outer)):
                 tried = split.on(dim, outer)
                 if divides(site.inputs[i].shape, tried, site.n):
-                    placements = [REPLICATED] * len(homes)
-                    placements[i] = tried
-                    for decision in offers(site, tuple(placements)):
+                    placements = tuple(tried if j == i else REPLICATED for j in range(len(site.inputs)))
+                    for decision in offers(site, placements):
                         if decision.results[r] == split and decision.operands[i] == tried:
                             return decision
     return None
 
 
-def carried(site: Site, homes: list[Placement], r: int) -> list[int]:
+def carried(site: Site, r: int) -> list[int]:
     """The operands that pass a split on to result r: whoever wants r whole wants them whole."""
-    found = []
-    for i, array in enumerate(site.inputs):
-        for dim in range(array.ndim):
-            if divides(array.shape, Split(dim), site.n):
-                placements = [REPLICATED] * len(homes)
-                placements[i] = Split(dim)
-                if any(
-                    isinstance(d.results[r], Split) and d.operands[i] == Split(dim)
-                    for d in offers(site, tuple(placements))
-                ):
-                    found.append(i)
-                    break
-    return found
+    return [i for i in range(len(site.inputs)) if _some_split(site, i, lambda d: isinstance(d.results[r], Split))]
+
+
+def condensed(site: Site) -> list[int]:
+    """The operands that a sum makes small: any split of them will do, since what is left to reduce is little."""
+    largest = max((a.size for a in site.outputs), default=0)
+    return [
+        i
+        for i, array in enumerate(site.inputs)
+        if array.size >= 16 * largest and _some_split(site, i, lambda d: all(isinstance(p, Partial) for p in d.results))
+    ]
+
+
+def _some_split(site: Site, i: int, accept: Callable[[Decision], bool]) -> bool:
+    """Is there a split of operand i (all others replicated) for which the rule offers an acceptable decision?"""
+    for dim in range(site.inputs[i].ndim):
+        tried = Split(dim)
+        if divides(site.inputs[i].shape, tried, site.n):
+            placements = tuple(tried if j == i else REPLICATED for j in range(len(site.inputs)))
+            if any(d.operands[i] == tried and accept(d) for d in offers(site, placements)):
+                return True
+    return False

@@ -7,30 +7,52 @@ from dataclasses import dataclass
 from typing import Any
 
 from .collectives import cost
-from .layout import REPLICATED, Axis, Layout, Partial, Placement, Split
+from .layout import REPLICATED, Axis, Layout, Partial, Placement, Replicated, Split, Varying, is_batch
 from .program import Equation, Program
 from .rules.core import Emit
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What the readers of a value want of it along one axis: some want a split, some want it whole."""
+    """What the readers of a value want of it along one axis.
+
+    Some want a certain split, some want it whole, some take any split (`any`: a sum does). `terms` counts the partial values
+    that are added up before they are read: they share one reduction.
+    """
 
     splits: tuple[Split, ...] = ()
     full: bool = False
+    any: bool = False
+    terms: int = 1
 
     def __or__(self, other: Demand) -> Demand:
-        if other is NOTHING:
-            return self
-        return Demand(tuple(dict.fromkeys(self.splits + other.splits)), self.full or other.full)
+        if other is NOTHING or self is NOTHING:
+            return self if other is NOTHING else other
+        splits = tuple(dict.fromkeys(self.splits + other.splits))
+        return Demand(splits, self.full or other.full, self.any or other.any, min(self.terms, other.terms))
 
     def future(self, placement: Placement, nbytes: float, n: int) -> float:
-        """Bytes that a value in this placement will still have to move to please its readers."""
-        wanted: list[Placement] = [s for s in self.splits[:1]]
+        """Bytes that a value in this placement will still have to move to please its readers.
+
+        Where nobody said what they want, a value that is not whole is charged half of what making it whole would cost:
+        enough not to cut work into pieces that nobody asked for, too little to hurry a reduction that can wait.
+        """
+        if isinstance(placement, Replicated | Varying) or is_batch(placement):
+            return 0.0
+        wanted: Placement | None = self.splits[0] if self.splits else REPLICATED if self.full else None
+        if wanted is None:
+            settled = self.any and isinstance(placement, Split)
+            return (
+                0.0
+                if settled
+                else cost(placement, REPLICATED, nbytes, n) / (4 if isinstance(placement, Partial) else 2)
+            )
         moved = 0.0
-        if wanted and placement != wanted[0]:
-            moved += cost(placement, wanted[0], nbytes, n)
-            placement = wanted[0] if isinstance(placement, Partial) else placement
+        if isinstance(placement, Partial):
+            moved += cost(placement, wanted, nbytes, n) / self.terms
+            placement = wanted
+        elif self.splits and placement not in self.splits and not self.any:
+            moved += cost(placement, wanted, nbytes, n)
         if self.full:
             moved += cost(placement, REPLICATED, nbytes, n)
         return moved
@@ -46,11 +68,16 @@ class Collective:
     kind: str
     dtype: str
     shape: tuple[int, ...]
-    bytes: float  # that one replica sends
+    bytes: float  # that one replica sends, each time
     axis: str
     purpose: str
     line: str
-    loop: str = ""  # the loop it is inside of, if any
+    loop: str = ""  # the loop or branch it is inside of, if any
+    times: int = 1  # how often a step does it (a while loop counts once)
+
+    @property
+    def total(self) -> float:
+        return self.bytes * self.times
 
 
 @dataclass(frozen=True)
@@ -73,6 +100,7 @@ class Step:
     params: Mapping[str, Any]
     emit: Emit | None = None
     bodies: tuple[Schedule, ...] = ()
+    gathered: bool = False  # no rule could keep its operands as they were
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,6 +11,7 @@ state that enters split stays split. Two different splits have no common layout 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from .. import compat
@@ -42,8 +43,10 @@ def demand(backward: Backward, step: Step) -> None:
 def met_batch(step: Step) -> list[int]:
     """The operands that meet the examples inside a body."""
     first = _first_operand(step)
-    return [first + i for i in step.bodies[-1].met_batch] if step.equation.primitive is not _COND else sorted(
-        {first + i for body in step.bodies for i in body.met_batch}
+    return (
+        [first + i for i in step.bodies[-1].met_batch]
+        if step.equation.primitive is not _COND
+        else sorted({first + i for body in step.bodies for i in body.met_batch})
     )
 
 
@@ -64,7 +67,7 @@ def _entering(step: Step, k: int) -> list[Demand]:
     if step.equation.primitive is _WHILE:
         return [Demand(full=True)] * step.equation.params["cond_nconsts"] + inside
     xs = step.equation.params["num_consts"] + step.equation.params["num_carry"]
-    return inside[:xs] + [Demand(tuple(s.on(s.dim + 1, s.outer) for s in d.splits), d.full) for d in inside[xs:]]
+    return inside[:xs] + [_shift_demand(d, 1) for d in inside[xs:]]
 
 
 # -- loops --------------------------------------------------------------------------------------------------------
@@ -78,11 +81,11 @@ def _decide_scan(forward: Forward, equation: Equation) -> Step:
     xs = [_beside_time(forward, a) for a in inputs[consts + carries :]]
     sliced = [_shift(layout, -1) for layout in xs]
     wanted = [_outside(forward, v) for v in equation.outputs[:carries]]
-    wanted += [_shift_demands(_outside(forward, v), -1) for v in equation.outputs[carries:]]
+    wanted += [tuple(_shift_demand(d, -1) for d in _outside(forward, v)) for v in equation.outputs[carries:]]
     init = inputs[consts : consts + carries]
     carry, inside = settle(forward, equation, body, fixed, init, sliced, wanted)
     results = [*carry, *(_shift(layout, 1) for layout in inside.outputs[carries:])]
-    forward.enter(inside, _describe(equation))
+    forward.enter(inside, _describe(equation), equation.params["length"])
     return Step(equation, (*fixed, *carry, *xs), tuple(results), equation.params, bodies=(inside,))
 
 
@@ -257,8 +260,9 @@ def _shift(layout: Layout, by: int) -> Layout:
     return tuple(p.on(p.dim + by, p.outer) if isinstance(p, Split) else p for p in layout)
 
 
-def _shift_demands(demands: tuple[Demand, ...], by: int) -> tuple[Demand, ...]:
-    return tuple(Demand(tuple(s.on(s.dim + by, s.outer) for s in d.splits if s.dim + by >= 0), d.full) for d in demands)
+def _shift_demand(demand: Demand, by: int) -> Demand:
+    splits = tuple(s.on(s.dim + by, s.outer) for s in demand.splits if s.dim + by >= 0)
+    return replace(demand, splits=splits)
 
 
 def _outside(forward: Forward, var: Var) -> tuple[Demand, ...]:

@@ -1,9 +1,9 @@
 """Elementwise primitives: every result element reads the operand elements at its own index.
 
-    f(split, split)          -> split         one split rules them all; replicated operands are sliced (free)
-    f(batch split, split)    -> batch split   the state yields
-    linear(partial)          -> partial       sum_i f(x_i) = f(sum_i x_i)
-    nonlinear(partial)       -> reduce first
+f(split, split)          -> split         one split rules them all; replicated operands are sliced (free)
+f(batch split, split)    -> batch split   the state yields
+linear(partial)          -> partial       sum_i f(x_i) = f(sum_i x_i)
+nonlinear(partial)       -> reduce first
 """
 
 from __future__ import annotations

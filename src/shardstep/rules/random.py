@@ -15,7 +15,8 @@ so a block needs no draw but its own, and is equal to that block of the whole dr
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from jax.extend.random import threefry2x32_p
 
 from .. import compat
 from ..layout import divides
-from .core import REPLICATED, Block, Decision, Local, Placement, Rule, Site, Split, register, replicate, splits
+from .core import REPLICATED, Block, Decision, Local, Placement, Site, Split, register, replicate, splits
 from .elementwise import align
 
 # The generators whose vmap treats every key by itself. `rbg` does so for seeds, splits and folds (they are threefry),
@@ -35,10 +36,10 @@ _DERIVES_KEY_BY_KEY = _COUNTER_BASED | {"rbg"}
 _EVERY_GENERATOR = None  # moving keys about does not ask what they are for
 
 
-def keywise(generators: frozenset[str] | None) -> Rule:
+def keywise(generators: frozenset[str] | None) -> Callable[[Site, tuple[Placement, ...]], list[Decision] | None]:
     """One key in, one row of results out: the dimensions of the key array come first in operand and result."""
 
-    def rule(site: Site, placements: tuple[Placement, ...]) -> Sequence[Decision] | None:
+    def rule(site: Site, placements: tuple[Placement, ...]) -> list[Decision] | None:
         if not _key_by_key(site, generators):
             return _one_stream(site, placements)
         if splits(placements):
@@ -50,7 +51,7 @@ def keywise(generators: frozenset[str] | None) -> Rule:
     return rule
 
 
-def random_bits(site: Site, placements: tuple[Placement, ...]) -> Sequence[Decision] | None:
+def random_bits(site: Site, placements: tuple[Placement, ...]) -> list[Decision] | None:
     """Split keys draw row by row; a replicated key draws a block of what it would have drawn."""
     offers = keywise(_DRAWS_KEY_BY_KEY)(site, placements)
     want = _want(site)
@@ -59,7 +60,7 @@ def random_bits(site: Site, placements: tuple[Placement, ...]) -> Sequence[Decis
     return offers
 
 
-def fold_in(site: Site, placements: tuple[Placement, ...]) -> Sequence[Decision] | None:
+def fold_in(site: Site, placements: tuple[Placement, ...]) -> list[Decision] | None:
     """Keys and the data folded into them pair up elementwise; either may be one for all."""
     if not _key_by_key(site, _DERIVES_KEY_BY_KEY):
         return _one_stream(site, placements)
@@ -68,7 +69,7 @@ def fold_in(site: Site, placements: tuple[Placement, ...]) -> Sequence[Decision]
     return sliced or [replicate(site)]
 
 
-def random_gamma(site: Site, placements: tuple[Placement, ...]) -> Sequence[Decision] | None:
+def random_gamma(site: Site, placements: tuple[Placement, ...]) -> list[Decision] | None:
     """A key splits itself over the trailing dimensions of alpha, so only the dimensions of the keys can be split."""
     if not _key_by_key(site, _DRAWS_KEY_BY_KEY):
         return _one_stream(site, placements)
@@ -77,7 +78,7 @@ def random_gamma(site: Site, placements: tuple[Placement, ...]) -> Sequence[Deci
     return [replicate(site)]
 
 
-def _one_stream(site: Site, placements: tuple[Placement, ...]) -> Sequence[Decision] | None:
+def _one_stream(site: Site, placements: tuple[Placement, ...]) -> list[Decision] | None:
     """Every element depends on the whole shape: all replicas draw everything, and readers slice it for free."""
     return None if splits(placements) else [replicate(site)]
 
@@ -85,8 +86,9 @@ def _one_stream(site: Site, placements: tuple[Placement, ...]) -> Sequence[Decis
 def _key_by_key(site: Site, generators: frozenset[str] | None) -> bool:
     if generators is None:
         return True
-    keys = next(x for x in site.inputs + site.outputs if jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
-    return compat.key_impl_name(keys.dtype) in generators
+    dtypes: list[Any] = [x.dtype for x in site.inputs + site.outputs]
+    key = next(dtype for dtype in dtypes if jnp.issubdtype(dtype, jax.dtypes.prng_key))
+    return compat.key_impl_name(key) in generators
 
 
 def _key_rank(site: Site) -> int:
@@ -102,9 +104,9 @@ def _want(site: Site) -> Split | None:
 
 def _counts(site: Site, want: Split) -> bool:
     """Is element i a function of (key, i) alone, with i in 32 bits? Before threefry was `partitionable` it was not."""
-    threefry = _key_by_key(site, _COUNTER_BASED) and jax.config.jax_threefry_partitionable
+    threefry = _key_by_key(site, _COUNTER_BASED) and jax.threefry_partitionable.value
     draws = math.prod(site.outputs[0].shape[_key_rank(site) :])
-    return bool(threefry) and want.outer == 1 and draws < 2**32
+    return threefry and want.outer == 1 and draws < 2**32
 
 
 def _draw_block(local: Local, keys: jax.Array) -> list[jax.Array]:
