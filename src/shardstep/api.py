@@ -174,8 +174,8 @@ class ShardedStep:
         )
         if self.axis_name is not None and not uses_axis(captured.program, self.axis_name):
             raise ShardstepError(
-                f"axis_name={self.axis_name!r} is set, but the step has no collective over that axis: each replica would train on"
-                " its own batch alone. For a step that is written for the whole batch (as for jax.jit) leave axis_name out."
+                f"axis_name={self.axis_name!r} is set, but the step has no collective over that axis: each replica"
+                " would train on its own batch alone. A step for the whole batch (as for jax.jit) goes without."
             )
         decided = decide(captured, replicas.mesh, replicas.axes, replicas.shared, self._weights, self.options)
         return Rewritten(captured, decided, replicas, self.options)

@@ -1,7 +1,7 @@
 """A call's arguments, taken apart: arrays are traced, everything else is static.
 
-Python numbers are traced, as under `jax.jit`; but an argument that also holds functions or strings (an Equinox module) is
-read as `eqx.filter_jit` reads it, with its numbers static.
+Python numbers are traced, as under `jax.jit`; but an argument that also holds functions or strings (an Equinox
+module) is read as `eqx.filter_jit` reads it, with its numbers static.
 """
 
 from __future__ import annotations

@@ -120,8 +120,8 @@ def _trace(
         if "unbound axis name" not in str(error):
             raise
         raise ShardstepError(
-            f"the step uses a collective over an axis that is not bound ({error}). If it is a per-replica step, as for pmap or"
-            " shard_map, give its axis: shardstep.shard(step, mesh, axis_name=...)."
+            f"the step uses a collective over an axis that is not bound ({error}). If it is a per-replica step, as for"
+            " pmap or shard_map, give its axis: shardstep.shard(step, mesh, axis_name=...)."
         ) from error
     return _Traced(jaxpr, found["tree"], tuple(shapes), found["constants"])
 
@@ -146,6 +146,9 @@ class _Node:
     leaves: tuple[int, ...]
     shapes: tuple[tuple[tuple[int, ...], Any], ...]
 
+    def same_structure(self, other: _Node) -> bool:
+        return self.treedef == other.treedef and self.constants == other.constants
+
 
 def _match_state(call: Call, arguments: list[Argument], paths: list[str], traced: _Traced) -> dict[int, int]:
     """State is what comes back: the arguments whose structure, shapes and dtypes stand among the outputs."""
@@ -160,11 +163,10 @@ def _match_state(call: Call, arguments: list[Argument], paths: list[str], traced
         node = _node(tree, outputs)
         for c in waiting:
             wanted = candidates[c]
-            if node.leaves and wanted.treedef == node.treedef and wanted.constants == node.constants:
-                if wanted.shapes == node.shapes:
-                    state.update(zip(wanted.leaves, node.leaves, strict=True))
-                    waiting.remove(c)
-                    return
+            if node.leaves and wanted.same_structure(node) and wanted.shapes == node.shapes:
+                state.update(zip(wanted.leaves, node.leaves, strict=True))
+                waiting.remove(c)
+                return
         unmatched.append(node)
         for child in jax.tree.leaves(tree, is_leaf=lambda x: x is not tree):
             if child is not tree and not isinstance(child, Constant):
@@ -224,15 +226,15 @@ def _check_changed(
     """An argument that comes back changed in shape or dtype is a mistake in the step, not a batch."""
     for node in arguments:
         for other in outputs:
-            if node.treedef != other.treedef or node.constants != other.constants or not node.leaves:
+            if not node.same_structure(other) or not node.leaves:
                 continue
             same = [a == b for a, b in zip(node.shapes, other.shapes, strict=True)]
             alike = any(same) if len(same) > 1 else not state and _large(node.shapes[0]) and _like(node, other)
             if alike:
                 i, o = next((i, o) for i, o, s in zip(node.leaves, other.leaves, same, strict=True) if not s)
                 raise ShardstepError(
-                    f"the state leaf {paths[i]} comes in as {_text(before[i])} but goes out as {_text(after[o])}: a step must"
-                    " return its state with the shapes and dtypes it came in with. Cast or reshape it in the step."
+                    f"the state leaf {paths[i]} comes in as {_text(before[i])} but goes out as {_text(after[o])}: a"
+                    " step must return its state with the shapes and dtypes it came with. Cast or reshape it there."
                 )
 
 
@@ -355,8 +357,8 @@ def _inferred(
             " shardstep.shard(step, mesh, batch_argnums=...) or batch_argnames=..."
         )
     raise ShardstepError(
-        f"the batch is ambiguous: {listed}. Name it: shardstep.shard(step, mesh, batch_argnames={next(iter(candidates))!r})"
-        " or batch_argnums=...; what is not named is replicated."
+        f"the batch is ambiguous: {listed}. Name it, e.g. shardstep.shard(step, mesh,"
+        f" batch_argnames={next(iter(candidates))!r}), or by batch_argnums=...; what is not named is replicated."
     )
 
 
@@ -373,8 +375,9 @@ def _check_divisible(call: Call, paths: Sequence[str], examples: dict[int, int],
         size = _shape(call.leaves[i])[0][dim]
         if size % replicas:
             raise ShardstepError(
-                f"the batch does not divide: {paths[i]} has {size} examples on dimension {dim}, and {replicas} replicas share"
-                f" them. Use a multiple of {replicas} (e.g. {max(size // replicas, 1) * replicas}), or a mesh of fewer devices."
+                f"the batch does not divide: {paths[i]} has {size} examples on dimension {dim}, and {replicas} replicas"
+                f" share them. Use a multiple of {replicas} (e.g. {max(size // replicas, 1) * replicas}), or a mesh of"
+                " fewer devices."
             )
 
 

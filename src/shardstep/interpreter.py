@@ -1,7 +1,7 @@
 """Run a schedule on a replica's blocks, inside `shard_map`.
 
-Everything was decided in `propagate.py`. Here an equation's operands are converted (the only place that communicates), its
-primitive is bound on local blocks, and the results are remembered with their layouts.
+Everything was decided in `propagate.py`. Here an equation's operands are converted (the only place that communicates),
+its primitive is bound on local blocks, and the results are remembered with their layouts.
 """
 
 from __future__ import annotations
@@ -67,15 +67,11 @@ def _results(step: Step, operands: list[Any], axes: tuple[Axis, ...]) -> Sequenc
         return step.equation.primitive.bind(*operands, **step.params)
     if step.emit is None:
         return [step.equation.primitive.bind(*operands, **step.params)]
-    inputs = [
-        _block(a.array.shape, layout, axes) for a, layout in zip(step.equation.inputs, step.operands, strict=True)
-    ]
-    outputs = [
-        _block(v.array.shape, layout, axes) for v, layout in zip(step.equation.outputs, step.results, strict=True)
-    ]
-    local = Local(
-        step.equation.primitive, step.params, tuple(inputs), tuple(outputs), tuple(n for a in axes for n in a.names)
-    )
+    equation = step.equation
+    inputs = tuple(_block(a.array.shape, p, axes) for a, p in zip(equation.inputs, step.operands, strict=True))
+    outputs = tuple(_block(v.array.shape, p, axes) for v, p in zip(equation.outputs, step.results, strict=True))
+    names = tuple(name for axis in axes for name in axis.names)
+    local = Local(equation.primitive, step.params, inputs, outputs, names)
     return step.emit(local, *operands)
 
 
@@ -96,7 +92,8 @@ def _typed(x: Any, layout: Layout, axes: tuple[Axis, ...]) -> Any:
 
 
 def _block(shape: tuple[int, ...], layout: Layout, axes: tuple[Axis, ...]) -> Block:
-    local, offsets = shape, [0] * len(shape)
+    local = shape
+    offsets: list[Any] = [0] * len(shape)
     for placement, axis in zip(layout, axes, strict=True):
         if isinstance(placement, Split):
             local = local_shape(local, placement, axis.size)

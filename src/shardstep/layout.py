@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
@@ -73,7 +73,7 @@ class Array(NamedTuple):
     """The shape and dtype of a value; no data."""
 
     shape: tuple[int, ...]
-    dtype: object
+    dtype: Any
 
     @property
     def ndim(self) -> int:

@@ -255,8 +255,8 @@ def _check_outputs(captured: Captured, decided: Schedule) -> None:
     for i, o in captured.state.items():
         if any(isinstance(p, Varying) for p in decided.outputs[o]):
             raise ShardstepError(
-                f"the state leaf {captured.paths[i]} would differ between replicas: the step computes it from one replica's"
-                f" batch. Reduce it over the replicas, e.g. with lax.pmean(x, {captured.axis_name!r})."
+                f"the state leaf {captured.paths[i]} would differ between replicas: the step computes it from one"
+                f" replica's batch. Reduce it over the replicas, e.g. with lax.pmean(x, {captured.axis_name!r})."
             )
 
 

@@ -6,8 +6,9 @@ Two forward walks and one backward walk over the flat program, on placements alo
   2. backward: each value learns what its readers will want of it (`Demand`);
   3. forward again, now choosing among right answers the one that moves the fewest bytes, now and later.
 
-The third walk is the schedule that `interpreter.py` runs. Because demands are known, a gradient is reduced once, straight
-into the split its optimizer state has; a random mask is drawn slice by slice; a weight is gathered where it is smallest.
+The third walk is the schedule that `interpreter.py` runs. Because demands are known, a gradient is reduced once,
+straight into the split its optimizer state has; a random mask is drawn slice by slice; a weight is gathered where it
+is smallest.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from . import compat
 from .collectives import cost, layout_cost, priced_moves
@@ -49,9 +51,10 @@ def schedule(
     wanted: Sequence[tuple[Demand, ...]] | None = None,
     raw: bool = False,
 ) -> Schedule:
-    """Decide a program for given input layouts. An output of layout None is left as it comes (with `raw`, even partial).
+    """Decide a program for given input layouts.
 
-    `wanted` adds what the surroundings of a loop body want of its results.
+    An output of layout None is left as it comes (with `raw`, even partial). `wanted` adds what the surroundings of a
+    loop body want of its results.
     """
     first = Forward(program, axes, {}).run(inputs, outputs, raw)
     demands = demands_of(first, outputs, wanted)
@@ -67,7 +70,7 @@ def whole(axes: tuple[Axis, ...]) -> Layout:
 class Forms:
     """The layouts in which replicas hold one value, with what holds it there (data of the caller's).
 
-    Shared by the planner (which stores nothing) and the interpreter (which stores arrays), so that both take the same way.
+    Shared by the planner (which stores nothing) and the interpreter (which stores arrays): both take the same way.
     """
 
     def __init__(self, layout: Layout, held: Any = None):
@@ -266,7 +269,7 @@ class Forward:
         return None
 
     def split_again(self, equation: Equation) -> None:
-        """Examples that an equation needed whole are split again behind it (a free slice), so that its readers share them."""
+        """Examples that an equation needed whole are split again behind it (a free slice): its readers share them."""
         for k, axis in enumerate(self.axes):
             dims = [p.dim for a in equation.inputs if isinstance(p := self.home(a)[k], Split) and p.batch]
             for var in equation.outputs if dims else ():

@@ -16,8 +16,8 @@ from .rules.core import Emit
 class Demand:
     """What the readers of a value want of it along one axis.
 
-    Some want a certain split, some want it whole, some take any split (`any`: a sum does). `terms` counts the partial values
-    that are added up before they are read: they share one reduction.
+    Some want a certain split, some want it whole, some take any split (`any`: a sum does). `terms` counts the partial
+    values that are added up before they are read: they share one reduction.
     """
 
     splits: tuple[Split, ...] = ()
@@ -34,19 +34,15 @@ class Demand:
     def future(self, placement: Placement, nbytes: float, n: int) -> float:
         """Bytes that a value in this placement will still have to move to please its readers.
 
-        Where nobody said what they want, a value that is not whole is charged half of what making it whole would cost:
+        Where nobody said what they want, a value that is not whole is charged a quarter of what making it whole costs:
         enough not to cut work into pieces that nobody asked for, too little to hurry a reduction that can wait.
         """
         if isinstance(placement, Replicated | Varying) or is_batch(placement):
             return 0.0
         wanted: Placement | None = self.splits[0] if self.splits else REPLICATED if self.full else None
         if wanted is None:
-            settled = self.any and isinstance(placement, Split)
-            return (
-                0.0
-                if settled
-                else cost(placement, REPLICATED, nbytes, n) / (4 if isinstance(placement, Partial) else 2)
-            )
+            whole = cost(placement, REPLICATED, nbytes, n)
+            return 0.0 if self.any and isinstance(placement, Split) else whole / 4
         moved = 0.0
         if isinstance(placement, Partial):
             moved += cost(placement, wanted, nbytes, n) / self.terms

@@ -17,8 +17,8 @@ def place(
 ) -> list[Any]:
     """Lay arrays out. What is already in place is passed on.
 
-    Of what is not and will be donated, a copy is laid out: `jax.device_put` may share memory with its argument (even when
-    told not to), and donating that memory would take the user's own array away.
+    Of what is not and will be donated, a copy is laid out: `jax.device_put` may share memory with its argument (even
+    when told not to), and donating that memory would take the user's own array away.
     """
     moving = [i for i, (x, s) in enumerate(zip(leaves, shardings, strict=True)) if not _in_place(x, s)]
     if not moving:
@@ -47,8 +47,8 @@ def _check_devices(x: Any, sharding: NamedSharding, path: str) -> None:
         )
     if isinstance(x, jax.Array) and x.committed and not x.sharding.device_set & sharding.device_set:
         raise ShardstepError(
-            f"{path} is on {_devices(x.sharding.device_set)}, but the mesh has {_devices(sharding.device_set)}: give a mesh"
-            " with the devices that hold the state, or move the state with jax.device_put"
+            f"{path} is on {_devices(x.sharding.device_set)}, but the mesh has {_devices(sharding.device_set)}: give a"
+            " mesh with the devices that hold the state, or move the state with jax.device_put"
         )
 
 

@@ -4,8 +4,8 @@ A loop's carry has one layout for all iterations: the least one above where it e
 
     replicated  <  partial  <  split(d)  <  whole                      (varying stays varying)
 
-so a gradient accumulator that starts as zeros stays partial through the loop and is reduced once behind it, and optimizer
-state that enters split stays split. Two different splits have no common layout but the whole value.
+so a gradient accumulator that starts as zeros stays partial through the loop and is reduced once behind it, and
+optimizer state that enters split stays split. Two different splits have no common layout but the whole value.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def _decide_while(forward: Forward, equation: Equation) -> Step:
     predicate = forward.body(test, [*test_consts, *carry], [None])
     if any(isinstance(p, Varying) for p in predicate.outputs[0]):
         raise PredicateVaries(
-            f"the predicate of the while loop at {equation.line} depends on data of one replica, so replicas would leave the"
-            " loop at different times. Reduce what the predicate reads first, e.g. with lax.pmax(x, axis_name)."
+            f"the predicate of the while loop at {equation.line} depends on data of one replica, so replicas would leave"
+            " the loop at different times. Reduce what it reads first, e.g. with lax.pmax(x, axis_name)."
         )
     predicate = forward.body(test, [*test_consts, *carry], [(REPLICATED,) * len(forward.axes)])
     loop = _describe(equation)
@@ -122,7 +122,7 @@ def settle(
 ) -> tuple[list[Layout], Schedule]:
     """The least carry layouts that the body keeps, and the body scheduled for them.
 
-    What the readers behind the loop want of a carry must not move data inside it: there it would move once an iteration.
+    What the readers behind the loop want of a carry must not move data inside it: there it would move every iteration.
     """
     carry = [forward.home(a) for a in init]
     ys = [None] * (len(body.outputs) - len(carry))
@@ -194,8 +194,8 @@ def _decide_cond(forward: Forward, equation: Equation) -> Step:
         if varies and body.collectives:
             raise PredicateVaries(
                 f"the condition at {equation.line} depends on data of one replica, but a branch communicates"
-                f" ({body.collectives[0].kind} for {body.collectives[0].purpose}): replicas would wait for each other for ever."
-                " Reduce the condition first, e.g. with lax.pmax(x, axis_name)."
+                f" ({body.collectives[0].kind} for {body.collectives[0].purpose}): replicas would wait for each other"
+                " for ever. Reduce the condition first, e.g. with lax.pmax(x, axis_name)."
             )
         forward.enter(body, _describe(equation))
     return Step(equation, (chosen, *entering), tuple(r for r in results if r), equation.params, bodies=bodies)
@@ -203,7 +203,7 @@ def _decide_cond(forward: Forward, equation: Equation) -> Step:
 
 def _meet(layouts: Sequence[Layout], varies: bool) -> Layout:
     """One layout for a result of several branches: the one that no branch has to communicate for, if there is one."""
-    result = []
+    result: list[Placement] = []
     for placements in zip(*layouts, strict=True):
         kinds = set(placements)
         if varies or any(isinstance(p, Varying) for p in kinds):
@@ -222,7 +222,7 @@ def _meet(layouts: Sequence[Layout], varies: bool) -> Layout:
 
 
 def entry(forward: Forward, atom: Atom) -> Layout:
-    """The layout in which a value enters a body: as it is, or as its readers want it when that is free or due anyway."""
+    """The layout in which a value enters a body: as it is, or as its readers want it if that is free or due anyway."""
     layout = []
     for k, placement in enumerate(forward.home(atom)):
         demand = forward.demand(atom, k)
@@ -230,9 +230,9 @@ def entry(forward: Forward, atom: Atom) -> Layout:
             placement = demand.splits[0]
         elif isinstance(placement, Partial) and demand.full:
             placement = REPLICATED
-        elif isinstance(placement, Replicated) and (want := demand.splits[0] if demand.splits else None):
-            if not demand.full and isinstance(atom, Var) and divides(atom.array.shape, want, forward.axes[k].size):
-                placement = want
+        elif isinstance(placement, Replicated) and demand.splits and not demand.full and isinstance(atom, Var):
+            want = demand.splits[0]
+            placement = want if divides(atom.array.shape, want, forward.axes[k].size) else placement
         layout.append(placement)
     return tuple(layout)
 

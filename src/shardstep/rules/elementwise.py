@@ -96,7 +96,7 @@ register(
         "abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp clz"
         " cos cosh digamma eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac"
         " integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to mulhi ne nextafter not"
-        " one_minus_square or polygamma polynomial population_count pow random_gamma reduce_precision"
+        " one_minus_square or polygamma polynomial population_count pow reduce_precision"
         " regularized_incomplete_beta rem round rsqrt shift_left shift_right_arithmetic shift_right_logical sign sin"
         " sinh sqrt square tan tanh threefry2x32 xor zeta"
     ),

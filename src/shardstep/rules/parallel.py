@@ -6,13 +6,14 @@
     psum(replicated)     -> n * x
     axis_index           -> varying
 
-Everything else (ppermute, all_to_all, psum_scatter, ...) runs as it was written. A step with several data axes names them
-together; the first axis of the layout then speaks for all of them (`capture.py` merges them into one).
+Everything else (ppermute, all_to_all, psum_scatter, ...) runs as it was written. On a mesh with several data axes the
+user's axis stands for all of them together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax import lax
@@ -78,7 +79,7 @@ def as_written(site: Site, placements: tuple[Placement, ...]) -> Decision:
 
 def _on_mesh_axes(local: Local, *arrays: jax.Array) -> list[jax.Array]:
     """The user's axis name stands for the data axes of the mesh."""
-    names = {k: local.axes for k in ("axes", "axis_name") if k in local.params}
+    names: dict[str, Any] = {k: local.axes for k in ("axes", "axis_name") if k in local.params}
     if "axis_name" in names and not isinstance(local.params["axis_name"], tuple):
         names["axis_name"] = local.axes if len(local.axes) > 1 else local.axes[0]
     return local.bind(*arrays, **names)

@@ -29,7 +29,7 @@ from .core import REPLICATED, Block, Decision, Local, Placement, Site, Split, re
 from .elementwise import align
 
 # The generators whose vmap treats every key by itself. `rbg` does so for seeds, splits and folds (they are threefry),
-# but a vmap of its draws uses the first key for all of them; `unsafe_rbg` never does.
+# but a vmap of its draws uses the first key for all of them, as `unsafe_rbg` does for its splits too.
 _COUNTER_BASED = frozenset({"threefry2x32"})
 _DRAWS_KEY_BY_KEY = _COUNTER_BASED
 _DERIVES_KEY_BY_KEY = _COUNTER_BASED | {"rbg"}
