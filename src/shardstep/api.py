@@ -159,10 +159,12 @@ class ShardedStep:
     def program(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Rewritten, Call]:
         """The rewritten step for arguments of this kind, and the arguments taken apart for it."""
         call = self._signature.take_apart(args, kwargs)
-        key = call.key
+        key = call.key()
         program = self._programs.get(key)
         if program is None:
             program = self._programs[key] = self._rewrite(args, kwargs)
+            # shard_map returns weakly typed state as strongly typed: the next call is the same program all the same
+            self._programs[call.key(strong=program.captured.weak)] = program
         if program.captured.call.traced != call.traced:
             call = self._signature.take_apart(args, kwargs, numbers_static=True)
         return program, call

@@ -7,7 +7,7 @@ module) is read as `eqx.filter_jit` reads it, with its numbers static.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,9 +65,12 @@ class Call:
     statics: tuple[Constant, ...]
     static_arguments: tuple[tuple[int | str, Constant], ...]
 
-    @property
-    def key(self) -> Any:
-        return self.treedef, self.traced, self.statics, self.static_arguments, tuple(map(signature_of, self.leaves))
+    def key(self, strong: Container[int] = ()) -> Any:
+        """What tracing depends on. Leaves in `strong` count as strongly typed even where they are not."""
+        signatures = tuple(map(signature_of, self.leaves))
+        if strong:
+            signatures = tuple((*s[:2], s[2] and i not in strong) for i, s in enumerate(signatures))
+        return self.treedef, self.traced, self.statics, self.static_arguments, signatures
 
     def rebuild(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) for the step, with other arrays in the arrays' places."""

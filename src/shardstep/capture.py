@@ -42,6 +42,7 @@ class Captured:
     state: dict[int, int]  # input -> the output that replaces it
     batch: dict[int, int]  # input -> the dimension that holds the examples
     axis_name: str | None
+    weak: frozenset[int]  # state that a jitted step would return weakly typed, as it came (a Python number)
 
     @property
     def frozen(self) -> set[int]:
@@ -81,9 +82,17 @@ def capture(
     _check_divisible(call, paths, examples, replicas)
     if axis_name is not None:
         traced = _trace(step, call, axis_name, replicas, examples)
-    program = flatten(traced.jaxpr)
     return Captured(
-        program, call, tuple(arguments), tuple(paths), traced.out_tree, traced.out_constants, state, examples, axis_name
+        program=flatten(traced.jaxpr),
+        call=call,
+        arguments=tuple(arguments),
+        paths=tuple(paths),
+        out_tree=traced.out_tree,
+        out_constants=traced.out_constants,
+        state=state,
+        batch=examples,
+        axis_name=axis_name,
+        weak=frozenset(i for i, o in state.items() if traced.out_shapes[o].weak_type),
     )
 
 

@@ -100,8 +100,8 @@ def _decide_while(forward: Forward, equation: Equation) -> Step:
     predicate = forward.body(test, [*test_consts, *carry], [None])
     if any(isinstance(p, Varying) for p in predicate.outputs[0]):
         raise PredicateVaries(
-            f"the predicate of the while loop at {equation.line} depends on data of one replica, so replicas would leave"
-            " the loop at different times. Reduce what it reads first, e.g. with lax.pmax(x, axis_name)."
+            f"the predicate of the while loop at {equation.line} depends on data of one replica, so replicas would"
+            " leave the loop at different times. Reduce what it reads first, e.g. with lax.pmax(x, axis_name)."
         )
     predicate = forward.body(test, [*test_consts, *carry], [(REPLICATED,) * len(forward.axes)])
     loop = _describe(equation)
