@@ -56,13 +56,17 @@ def wire_bytes(kind: str, nbytes: float, n: int) -> float:
     ] * nbytes
 
 
+_STRIDED = 1 + 1e-6  # blocks of an inner dimension are not contiguous: of two equal collectives, take the outer one
+
+
 def cost(source: Placement, target: Placement, nbytes: float, n: int) -> float:
     """Bytes on the wire for one placement to become another; infinite where it cannot."""
     if source == target:
         return 0.0
     if isinstance(source, Varying) or (isinstance(target, Varying) and not isinstance(source, Replicated)):
         return math.inf
-    return wire_bytes(Move(0, source, target).kind, nbytes, n)
+    strided = any(isinstance(p, Split) and p.dim > 0 for p in (source, target))
+    return wire_bytes(Move(0, source, target).kind, nbytes, n) * (_STRIDED if strided else 1)
 
 
 def moves(source: Layout, target: Layout) -> Iterator[Move]:
