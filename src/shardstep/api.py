@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from . import interpreter
 from .arguments import Call, Signature, abstract, as_tuple
-from .capture import Batch, Captured, capture, uses_axis
+from .capture import Batch, Captured, capture, refuse, uses_axis
 from .errors import ShardstepError
 from .layout import Axis, Layout, Varying, partition_spec
 from .options import Options
@@ -179,6 +179,7 @@ class ShardedStep:
                 f"axis_name={self.axis_name!r} is set, but the step has no collective over that axis: each replica"
                 " would train on its own batch alone. A step for the whole batch (as for jax.jit) goes without."
             )
+        refuse(captured.program)
         decided = decide(captured, replicas.mesh, replicas.axes, replicas.shared, self._weights, self.options)
         return Rewritten(captured, decided, replicas, self.options)
 

@@ -13,7 +13,8 @@ from jax.sharding import NamedSharding
 
 from .arguments import Argument, Call, Constant, Signature, abstract, is_array, signature_of
 from .errors import ShardstepError
-from .program import Program, Var, flatten
+from .program import Program, flatten
+from .rules.effects import REFUSED
 
 
 @dataclass(frozen=True)
@@ -399,4 +400,14 @@ def uses_axis(program: Program, axis_name: str) -> bool:
     return any(mentions(e.params.get("axes")) or mentions(e.params.get("axis_name")) for e in program.walk())
 
 
-__all__ = ["Batch", "Captured", "Var", "capture", "uses_axis"]
+def refuse(program: Program) -> None:
+    """Say clearly what cannot be rewritten."""
+    for equation in program.walk():
+        if equation.primitive in REFUSED:
+            raise ShardstepError(f"{equation.line}: {REFUSED[equation.primitive]}.")
+        refs = [e for e in equation.effects if "Ref" in type(e).__name__ or "Write" in type(e).__name__]
+        if refs:
+            raise ShardstepError(
+                f"{equation.line}: the step reads or writes a mutable array (jax.Ref). Pass its value in and return"
+                " the new one instead."
+            )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -71,14 +73,26 @@ def primitives(names: str) -> list[Any]:
     return [p for p in map(primitive, names.split()) if p is not None]
 
 
-def source_line(source_info: Any) -> str:
-    """`train.py:31 (loss_fn)`: where in the user's program an equation was written."""
-    return source_info_util.summarize(source_info)
+def source_line(sources: Sequence[Any]) -> str:
+    """`train.py:31 (loss_fn)`: where in the user's program an equation was written.
+
+    The innermost frame outside installed packages, of the equation or else of the calls around it: users want to see
+    their own line, not Flax's or Optax's.
+    """
+    packages = [f"{os.sep}{kind}-packages{os.sep}" for kind in ("site", "dist")]
+    known = []
+    for source in sources:
+        lines = source_info_util.summarize(source, num_frames=100).splitlines()  # innermost last
+        known += lines[-1:]
+        if own := [line for line in lines if not any(package in line for package in packages)]:
+            return own[-1]
+    return known[0] if known else "unknown"
 
 
-def at_source(source_info: Any) -> contextlib.AbstractContextManager[None]:
+def at_source(sources: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
     """Trace under the user's source line, so that profiles of the rewritten step point at the user's code."""
-    return source_info_util.user_context(source_info.traceback, name_stack=source_info.name_stack)
+    traceback = next((s.traceback for s in sources if s.traceback is not None), None)
+    return source_info_util.user_context(traceback, name_stack=sources[0].name_stack)
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:

@@ -48,7 +48,7 @@ def run(schedule: Schedule, arrays: Sequence[Any], constants: Sequence[Any] | No
     for i, (var, value) in enumerate(schedule.program.constants):
         write(var, whole(axes), value if constants is None else constants[i])
     for step in schedule.steps:
-        with compat.at_source(step.equation.source):
+        with compat.at_source(step.equation.sources):
             operands = [read(a, layout) for a, layout in zip(step.equation.inputs, step.operands, strict=True)]
             results = _results(step, operands, axes)
         for var, layout, value in zip(step.equation.outputs, step.results, results, strict=True):

@@ -42,14 +42,14 @@ class Equation:
     params: Mapping[str, Any]
     inputs: tuple[Atom, ...]
     outputs: tuple[Var, ...]
-    source: Any  # JAX's SourceInfo: see `line`
+    sources: tuple[Any, ...]  # JAX's SourceInfo of the equation, then of the calls around it
     bodies: tuple[Program, ...] = ()
     effects: frozenset[Any] = field(default_factory=frozenset)
 
     @property
     def line(self) -> str:
-        """The user's source line."""
-        return compat.source_line(self.source)
+        """The user's source line: of the equation, or of the call that it was inlined from."""
+        return compat.source_line(self.sources)
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +116,9 @@ class _Builder:
     equations: list[Equation] = field(default_factory=list)
     constants: list[tuple[Var, Any]] = field(default_factory=list)
 
-    def inline(self, jaxpr: Any, constants: Sequence[Any], arguments: Sequence[Atom]) -> list[Atom]:
+    def inline(
+        self, jaxpr: Any, constants: Sequence[Any], arguments: Sequence[Atom], calls: tuple[Any, ...] = ()
+    ) -> list[Atom]:
         env: dict[Any, Atom] = dict(zip(jaxpr.invars, arguments, strict=True))
         for var, value in zip(jaxpr.constvars, constants, strict=True):
             env[var] = self._constant(_array(var), value)
@@ -126,30 +128,29 @@ class _Builder:
 
         for eqn in jaxpr.eqns:
             inputs = [read(a) for a in eqn.invars]
+            sources = (eqn.source_info, *calls)
             if eqn.primitive in _CALLS:
-                outputs = self._call(eqn, inputs)
+                outputs = self._call(eqn, inputs, sources)
             else:
-                outputs = self._equation(eqn, inputs)
+                outputs = self._equation(eqn, inputs, sources)
             env.update(zip(eqn.outvars, outputs, strict=True))
         return [read(a) for a in jaxpr.outvars]
 
-    def _call(self, eqn: Any, inputs: list[Atom]) -> Sequence[Atom]:
+    def _call(self, eqn: Any, inputs: list[Atom], sources: tuple[Any, ...]) -> Sequence[Atom]:
         callee, constants = compat.open_jaxpr(eqn.params[_CALLS[eqn.primitive]])
         if eqn.primitive is _P("remat") and eqn.params["prevent_cse"] and eqn.params["differentiated"]:
             # What JAX lowers a rematerialised block to: a barrier that keeps XLA from merging it with the forward pass.
             outputs = tuple(Var(a.array) for a in inputs)
             barrier = _P("optimization_barrier")
-            self.equations.append(Equation(barrier, {}, tuple(inputs), outputs, eqn.source_info))
+            self.equations.append(Equation(barrier, {}, tuple(inputs), outputs, sources))
             inputs = list(outputs)
-        return self.inline(callee, constants, inputs)
+        return self.inline(callee, constants, inputs, sources)
 
-    def _equation(self, eqn: Any, inputs: list[Atom]) -> Sequence[Atom]:
+    def _equation(self, eqn: Any, inputs: list[Atom], sources: tuple[Any, ...]) -> Sequence[Atom]:
         outputs = tuple(Var(_array(v)) for v in eqn.outvars)
         bodies = tuple(flatten(body) for body in _BODIES.get(eqn.primitive, lambda _: ())(eqn.params))
         effects = frozenset(eqn.effects)
-        self.equations.append(
-            Equation(eqn.primitive, eqn.params, tuple(inputs), outputs, eqn.source_info, bodies, effects)
-        )
+        self.equations.append(Equation(eqn.primitive, eqn.params, tuple(inputs), outputs, sources, bodies, effects))
         return outputs
 
     def _constant(self, array: Array, value: Any) -> Var:

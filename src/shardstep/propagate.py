@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from . import compat
-from .collectives import cost, layout_cost, priced_moves
+from .collectives import Move, cost, layout_cost, priced_moves
 from .layout import (
     REPLICATED,
     VARYING,
@@ -144,7 +144,7 @@ class Forward:
     def leave(self, atom: Atom, layout: Layout | None, raw: bool) -> Layout:
         if layout is None:
             layout = self.home(atom) if raw else at_rest(self.home(atom))
-        return self.hold(atom, layout, "output", "")
+        return self.hold(atom, layout)
 
     def body(
         self,
@@ -166,9 +166,8 @@ class Forward:
 
     def decide(self, equation: Equation) -> Step:
         step = control_flow.decide(self, equation) if equation.bodies else self.decide_simple(equation)
-        purpose = str(equation.primitive)
         for atom, layout in zip(equation.inputs, step.operands, strict=True):
-            self.hold(atom, layout, purpose, equation.line)
+            self.hold(atom, layout, equation)
         return step
 
     def decide_simple(self, equation: Equation) -> Step:
@@ -280,22 +279,28 @@ class Forward:
                     again = (*layout[:k], fitting[0], *layout[k + 1 :])
                     self.forms[var].held = {again: None, **self.forms[var].held}
 
-    def hold(self, atom: Atom, target: Layout, purpose: str, line: str) -> Layout:
-        """Convert a value, and remember that it is now held this way too."""
+    def hold(self, atom: Atom, target: Layout, reader: Equation | None = None) -> Layout:
+        """Convert a value for its reader (None: the output), and remember that it is now held this way too."""
         if isinstance(atom, Literal):
             return target
         forms = self.forms[atom]
         source = forms.source(target, atom.array, self.axes)
         if source != target:
-            for move, moved in priced_moves(source, target, atom.array, self.axes):
-                if move.kind != "local":
-                    axis = "+".join(self.axes[move.axis].names)
-                    array = atom.array
-                    self.collectives.append(
-                        Collective(move.kind, str(array.dtype), array.shape, moved, axis, purpose, line)
-                    )
+            moved = priced_moves(source, target, atom.array, self.axes)
+            self.collectives += [self.collective(atom, *m, reader) for m in moved if m[0].kind != "local"]
             forms.held[target] = None
         return target
+
+    def collective(self, var: Var, move: Move, moved: float, reader: Equation | None) -> Collective:
+        return Collective(
+            kind=move.kind,
+            dtype=str(var.array.dtype),
+            shape=var.array.shape,
+            bytes=moved,
+            axis="+".join(self.axes[move.axis].names),
+            purpose=str(reader.primitive) if reader else "output",
+            line=reader.line if reader else "",
+        )
 
     # -- who meets the examples -----------------------------------------------------------------------------------
 

@@ -20,21 +20,24 @@ def place(
     Of what is not and will be donated, a copy is laid out: `jax.device_put` may share memory with its argument (even
     when told not to), and donating that memory would take the user's own array away.
     """
-    moving = [i for i, (x, s) in enumerate(zip(leaves, shardings, strict=True)) if not _in_place(x, s)]
-    if not moving:
-        return list(leaves)
-    for i in moving:
-        _check_devices(leaves[i], shardings[i], paths[i])
-    sources = [jnp.copy(leaves[i]) if i in donated and isinstance(leaves[i], jax.Array) else leaves[i] for i in moving]
-    moved = jax.device_put(sources, [shardings[i] for i in moving])
-    placed = list(leaves)
-    for i, x in zip(moving, moved, strict=True):
-        placed[i] = x
+    placed, moving, seen = list(leaves), [], set[int]()
+    for i, (x, sharding) in enumerate(zip(leaves, shardings, strict=True)):
+        if not _in_place(x, sharding):
+            _check_devices(x, sharding, paths[i])
+            moving.append(i)
+        elif i in donated and id(x) in seen:
+            placed[i] = jnp.copy(x)  # the same array twice: memory can be donated only once
+        seen.add(id(x))
+    if moving:
+        sources = [jnp.copy(x) if i in donated and isinstance(x := leaves[i], jax.Array) else leaves[i] for i in moving]
+        moved = jax.device_put(sources, [shardings[i] for i in moving])
+        for i, x in zip(moving, moved, strict=True):
+            placed[i] = x
     return placed
 
 
 def _in_place(x: Any, sharding: NamedSharding) -> bool:
-    if not isinstance(x, jax.Array):
+    if not isinstance(x, jax.Array) or x.is_deleted():
         return False
     return x.sharding == sharding or (x.committed and x.sharding.is_equivalent_to(sharding, x.ndim))
 

@@ -1,6 +1,6 @@
 """One rule per primitive, one file per family; importing this package fills the table."""
 
-from . import contraction, elementwise, indexing, linalg, parallel, random, reduction, shape
+from . import contraction, effects, elementwise, indexing, linalg, parallel, random, reduction, shape
 from .core import Block, Decision, Local, Rule, Site, register_rule, replicate, rule_for
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "Rule",
     "Site",
     "contraction",
+    "effects",
     "elementwise",
     "indexing",
     "linalg",

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from .. import compat
+from ..errors import ShardstepError
 from ..layout import REPLICATED, Layout, Partial, Placement, Replicated, Split, Varying, divides, is_batch
 from ..program import Atom, Equation, Program, Var
 from ..schedule import NOTHING, Demand, Schedule, Step
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 _SCAN, _WHILE, _COND = (compat.primitive(name) for name in ("scan", "while", "cond"))
 
 
-class PredicateVaries(ValueError):
+class PredicateVaries(ShardstepError):
     """A loop's end, or a branch with communication in it, would be decided differently by different replicas."""
 
 
