@@ -17,7 +17,7 @@ from .capture import Batch, Captured, capture, refuse, uses_axis
 from .errors import ShardstepError
 from .layout import Axis, Layout, Varying, partition_spec
 from .options import Options
-from .plan import Decided, Plan, decide
+from .plan import Decided, Plan, decide, describe
 from .state import place
 
 
@@ -144,7 +144,7 @@ class ShardedStep:
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """What would be done for these arguments (arrays or `jax.ShapeDtypeStruct`s); nothing is run."""
-        return self.program(args, kwargs)[0].decided.plan
+        return self.program(args, kwargs)[0].plan
 
     def place(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """The arguments, laid out as the step wants them. A call does this by itself when needed."""
@@ -180,7 +180,7 @@ class ShardedStep:
                 " would train on its own batch alone. A step for the whole batch (as for jax.jit) goes without."
             )
         refuse(captured.program)
-        decided = decide(captured, replicas.mesh, replicas.axes, replicas.shared, self._weights, self.options)
+        decided = decide(captured, replicas.axes, replicas.shared, self._weights, self.options)
         return Rewritten(captured, decided, replicas, self.options)
 
 
@@ -225,6 +225,10 @@ class Rewritten:
             names = tuple(n for a in axes for n in a.names)
             return PartitionSpec(*[None] * dim, names)
         return partition_spec(ndim, layout, axes)
+
+    @functools.cached_property
+    def plan(self) -> Plan:
+        return describe(self.captured, self.decided, self.mesh)
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
         return place(leaves, self.shardings, self.captured.paths, self.donated)

@@ -32,7 +32,7 @@ class Move(NamedTuple):
     @property
     def kind(self) -> str:
         match self.source, self.target:
-            case Partial(), Replicated():
+            case Partial(), Replicated() | Varying():
                 return "all-reduce"
             case Partial("add"), Split():
                 return "reduce-scatter"
@@ -63,7 +63,7 @@ def cost(source: Placement, target: Placement, nbytes: float, n: int) -> float:
     """Bytes on the wire for one placement to become another; infinite where it cannot."""
     if source == target:
         return 0.0
-    if isinstance(source, Varying) or (isinstance(target, Varying) and not isinstance(source, Replicated)):
+    if isinstance(source, Varying):
         return math.inf
     strided = any(isinstance(p, Split) and p.dim > 0 for p in (source, target))
     return wire_bytes(Move(0, source, target).kind, nbytes, n) * (_STRIDED if strided else 1)
@@ -131,6 +131,8 @@ def _perform(x: jax.Array, move: Move, axis: Axis) -> jax.Array:
     match move.source, move.target:
         case Partial(op), Replicated():
             return reduce(x, op, axis)
+        case Partial(op), Varying():
+            return varying(reduce(x, op, axis), *axis.names)
         case Partial("add"), Split() as s:
             return _in_view(x, s, lambda v, d: lax.psum_scatter(v, axis.name, scatter_dimension=d, tiled=True))
         case Partial(op), Split() as s:

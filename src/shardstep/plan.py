@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
+from itertools import repeat
 from typing import Any
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -13,12 +12,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from .capture import Captured
 from .errors import ShardstepError
 from .layout import (
-    REPLICATED,
     VARYING,
     Array,
     Axis,
     Layout,
-    Replicated,
     Split,
     Varying,
     block_shape,
@@ -28,7 +25,9 @@ from .layout import (
     show,
 )
 from .options import Options
+from .program import Var
 from .propagate import Forward, schedule, whole
+from .report.text import table
 from .schedule import Collective, Fallback, Schedule
 
 
@@ -86,7 +85,7 @@ class Plan:
         return json.dumps(data, default=_plain, indent=1)
 
     def __str__(self) -> str:
-        return "\n".join(_lines(self))
+        return table(self)
 
     @property
     def auxiliary_share(self) -> float:
@@ -98,53 +97,62 @@ class Plan:
 
 @dataclass(frozen=True, eq=False)
 class Decided:
-    """A plan with what carries it out."""
+    """Everything that running the step needs to know. `describe` makes a Plan of it."""
 
-    plan: Plan
     schedule: Schedule
-    inputs: tuple[Layout, ...]
-    outputs: tuple[Layout, ...]
+    roles: tuple[str, ...]  # of the inputs
+    reasons: tuple[str, ...]
+    weights: str
+    why_weights: str
+
+    @property
+    def inputs(self) -> tuple[Layout, ...]:
+        return self.schedule.inputs
+
+    @property
+    def outputs(self) -> tuple[Layout, ...]:
+        return self.schedule.outputs
 
 
 def decide(
-    captured: Captured, mesh: Mesh, axes: tuple[Axis, ...], shared: tuple[bool, ...], weights: str, options: Options
+    captured: Captured, axes: tuple[Axis, ...], shared: tuple[bool, ...], weights: str, options: Options
 ) -> Decided:
     """Plan a captured step. `shared[k]` says whether state may be split along data axis k (hybrid groups: not all)."""
     program = captured.program
-    arrays = [v.array for v in program.inputs]
     examples = _examples(captured, axes)
-    plain = [examples.get(i, whole(axes)) for i in range(len(arrays))]
-    roles = _roles(captured, axes, plain)
+    plain = [examples.get(i, whole(axes)) for i in range(len(program.inputs))]
+    unsharded = Forward(program, axes, {}, draws=False).run(plain, [None] * len(program.outputs), raw=True)
+    _check_outputs(captured, unsharded)
+    roles = _roles(captured, unsharded)
     chosen, why = _choose_weights(weights)
-    rests, reasons = [], []
-    for i, array in enumerate(arrays):
-        layout, reason = _rest(array, roles[i], chosen, axes, shared, options)
-        rests.append(examples.get(i, layout))
-        reasons.append(reason)
+    rests = [_rest(v.array, role, chosen, axes, shared, options) for v, role in zip(program.inputs, roles, strict=True)]
+    inputs = [examples.get(i, layout) for i, (layout, _) in enumerate(rests)]
     outputs: list[Layout | None] = [None] * len(program.outputs)
     for i, o in captured.state.items():
-        outputs[o] = rests[i]
-    decided = schedule(program, axes, rests, outputs)
-    _check_outputs(captured, decided)
-    baseline = _baseline(captured, axes)
-    leaves = tuple(
-        _leaf(captured.paths[i], array, roles[i], rests[i], axes, reasons[i]) for i, array in enumerate(arrays)
+        outputs[o] = inputs[i]
+    return Decided(
+        schedule(program, axes, inputs, outputs), tuple(roles), tuple(reason for _, reason in rests), chosen, why
     )
+
+
+def describe(captured: Captured, decided: Decided, mesh: Mesh) -> Plan:
+    """The plan in the user's terms, beside the program that everyone runs today."""
+    axes, inputs = decided.schedule.axes, captured.program.inputs
+    leaves = tuple(map(_leaf, captured.paths, inputs, decided.roles, decided.inputs, repeat(axes), decided.reasons))
     state = [leaves[i] for i in captured.state]
-    shardings = captured.call.rebuild([NamedSharding(mesh, leaf.spec) for leaf in leaves])
-    plan = Plan(
+    baseline, ours = _baseline(captured, axes), decided.schedule
+    return Plan(
         replicas=_replicas(axes),
-        weights=chosen,
-        why_weights=why,
+        weights=decided.weights,
+        why_weights=decided.why_weights,
         leaves=leaves,
-        collectives=decided.collectives,
-        fallbacks=decided.fallbacks,
+        collectives=ours.collectives,
+        fallbacks=ours.fallbacks,
         state_bytes=Total(sum(x.bytes_before for x in state), sum(x.bytes_after for x in state)),
-        wire_bytes=Total(sum(c.total for c in baseline.collectives), sum(c.total for c in decided.collectives)),
-        update_flops=Total(_update_work(baseline), _update_work(decided)),
-        shardings=shardings,
+        wire_bytes=Total(sum(c.total for c in baseline.collectives), sum(c.total for c in ours.collectives)),
+        update_flops=Total(_update_work(baseline), _update_work(ours)),
+        shardings=captured.call.rebuild([NamedSharding(mesh, leaf.spec) for leaf in leaves]),
     )
-    return Decided(plan, decided, tuple(rests), decided.outputs)
 
 
 def _baseline(captured: Captured, axes: tuple[Axis, ...]) -> Schedule:
@@ -175,10 +183,8 @@ def _examples(captured: Captured, axes: tuple[Axis, ...]) -> dict[int, Layout]:
 # -- roles --------------------------------------------------------------------------------------------------------
 
 
-def _roles(captured: Captured, axes: tuple[Axis, ...], plain: Sequence[Layout]) -> list[str]:
+def _roles(captured: Captured, unsharded: Schedule) -> list[str]:
     """A weight meets the examples; auxiliary state only meets the update; frozen state comes back as it went in."""
-    program = captured.program
-    walk = Forward(program, axes, {}, draws=False).run(plain, [None] * len(program.outputs), raw=True)
     frozen = captured.frozen
 
     def role(i: int) -> str:
@@ -188,9 +194,9 @@ def _roles(captured: Captured, axes: tuple[Axis, ...], plain: Sequence[Layout]) 
             return "input"
         if i in frozen:
             return "frozen"
-        return "weight" if i in walk.met_batch else "auxiliary"
+        return "weight" if i in unsharded.met_batch else "auxiliary"
 
-    return [role(i) for i in range(len(program.inputs))]
+    return [role(i) for i in range(len(captured.program.inputs))]
 
 
 def _choose_weights(weights: str) -> tuple[str, str]:
@@ -240,7 +246,8 @@ def split_layout(array: Array, axes: tuple[Axis, ...], shared: tuple[bool, ...])
     return None
 
 
-def _leaf(path: str, array: Array, role: str, layout: Layout, axes: tuple[Axis, ...], reason: str) -> Leaf:
+def _leaf(path: str, var: Var, role: str, layout: Layout, axes: tuple[Axis, ...], reason: str) -> Leaf:
+    array = var.array
     if any(isinstance(p, Varying) for p in layout):  # the program sees one replica's share of the batch already
         return Leaf(
             path, array.shape, str(array.dtype), role, show(layout), PartitionSpec(), array.nbytes, array.nbytes, reason
@@ -251,9 +258,9 @@ def _leaf(path: str, array: Array, role: str, layout: Layout, axes: tuple[Axis, 
     return Leaf(path, array.shape, str(array.dtype), role, show(layout), spec, before, block.nbytes, reason)
 
 
-def _check_outputs(captured: Captured, decided: Schedule) -> None:
+def _check_outputs(captured: Captured, unsharded: Schedule) -> None:
     for i, o in captured.state.items():
-        if any(isinstance(p, Varying) for p in decided.outputs[o]):
+        if any(isinstance(p, Varying) for p in unsharded.outputs[o]):
             raise ShardstepError(
                 f"the state leaf {captured.paths[i]} would differ between replicas: the step computes it from one"
                 f" replica's batch. Reduce it over the replicas, e.g. with lax.pmean(x, {captured.axis_name!r})."
@@ -270,59 +277,8 @@ def _update_work(decided: Schedule) -> float:
     return done
 
 
-# -- to read ------------------------------------------------------------------------------------------------------
-
-
 def _plain(value: Any) -> Any:
+    """JSON's view of what a plan holds."""
     if isinstance(value, PartitionSpec):
         return [list(x) if isinstance(x, tuple) else x for x in value]
-    if hasattr(value, "__dataclass_fields__"):
-        return asdict(value)
-    return str(value)
-
-
-def size(nbytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(nbytes) < 1024 or unit == "GiB":
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    raise AssertionError
-
-
-def _lines(plan: Plan) -> list[str]:
-    lines = [
-        f"shardstep plan for {plan.replicas} replicas, weights {plan.weights} ({plan.why_weights})",
-        f"  state a replica   {size(plan.state_bytes.replicated)} -> {size(plan.state_bytes.sharded)}"
-        f"   ({plan.auxiliary_share:.1%} of the optimizer's bytes are sharded)",
-        f"  wire a replica    {size(plan.wire_bytes.replicated)} -> {size(plan.wire_bytes.sharded)}",
-        f"  update work       {plan.update_flops.replicated:.3g} -> {plan.update_flops.sharded:.3g} elements",
-        "",
-    ]
-    rows = [("leaf", "shape", "role", "layout", "bytes", "why")]
-    for leaf in plan.leaves:
-        shape = f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
-        change = f"{size(leaf.bytes_before)} -> {size(leaf.bytes_after)}"
-        rows.append((leaf.path, shape, leaf.role, leaf.layout, change, leaf.reason))
-    lines += _table(rows)
-    lines += ["", "collectives"]
-    grouped = Counter((c.kind, c.dtype, c.loop) for c in plan.collectives)
-    moved = Counter[tuple[str, str, str]]()
-    for c in plan.collectives:
-        moved[c.kind, c.dtype, c.loop] += round(c.bytes)
-    for (kind, dtype, loop), count in grouped.items():
-        inside = f"  in each iteration of {loop}" if loop else ""
-        lines.append(f"  {count} x {kind} {dtype}, {size(moved[kind, dtype, loop])}{inside}")
-    if not plan.collectives:
-        lines.append("  none")
-    if plan.fallbacks:
-        lines += ["", "not sharded"]
-        lines += [f"  {f.primitive} at {f.line}: {f.why} ({size(f.bytes)} gathered)" for f in plan.fallbacks]
-    return lines
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-__all__ = ["REPLICATED", "Decided", "Leaf", "Plan", "Replicated", "Total", "decide", "size", "split_layout"]
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)
