@@ -1,20 +1,22 @@
 """Random small training steps, as Python source: what Hypothesis shrinks is what a person reads.
 
-A `Writer` adds one line after the other to a function, `v3 = lax.dot_general(v1, w0, ...)`, choosing each from the table of
-productions at the end of this file. It knows of every value
+A `Writer` adds one line after the other to a function, `v3 = lax.dot_general(v1, w0, ...)`, choosing each from the
+table of productions below. It knows of every value
 
   * its shape and dtype, from JAX itself;
   * about how large it is, so that a line is scaled down before it explodes and errors stay far below the tolerance;
   * whether it is *exact*: a multiple of 2**-grain, small enough that no sum of such values is ever rounded, in whatever
     order the replicas add. Integers are exact; so are the examples, which are multiples of 1/8.
 
-Exactness is why a failure is a bug and never noise. An operation that jumps (argmax, comparison, floor, a branch) reads exact
-values only. One that has a kink (relu, max, sort) may read rounded values, as it does not jump; but its derivative does, so
-inside a loss (`smooth`) it reads exact values, or stands clear of its kink.
+Exactness is why a failure is a bug and never noise. An operation that jumps (argmax, comparison, floor, a branch)
+reads exact values only. One that has a kink (relu, max, sort) may read rounded values, as it does not jump; but its
+derivative does, so inside a loss (`smooth`) it reads exact values, or stands clear of its kink. What is exact depends
+on no weight, so that no gradient flows through it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -293,6 +295,13 @@ class Writer:
         self.values.append(value)
         return value
 
+    def line_of_call(self, code: str) -> Value:
+        """Write `name = code` where code calls a function that was written: how large its integers are is not known."""
+        value = self.line(code, 2.0)
+        if is_int(value):
+            value = self.values[-1] = dataclasses.replace(value, scale=2.0**31)
+        return value
+
     def function(self, parameters: Sequence[Value], returned: Callable[[Writer], str], lines: int = 3) -> str:
         """Write `def f(parameters): ...` and return its name; `returned` says what, given the function's writer."""
         inner = Writer(self.draw, parameters, self.n, self.bf16, outer=self)
@@ -311,10 +320,8 @@ class Writer:
     def write(self, lines: int) -> None:
         table = PRODUCTIONS if self.depth < 2 else [p for p in PRODUCTIONS if p not in NESTING]
         for _ in range(lines):
-            try:
+            with contextlib.suppress(Skip):
                 self.one_of(table)(self)
-            except Skip:
-                pass
 
     def fit(self, v: Value, shape: tuple[int, ...]) -> str:
         """`v` summed over such dimensions that the rest broadcasts to `shape`."""
@@ -371,12 +378,22 @@ def _count(v: Value, axes: Iterable[int]) -> int:
 
 # -- elementwise --------------------------------------------------------------------------------------------------
 
-SMOOTH = """jnp.tanh({}) jnp.sin({}) jnp.arctan({}) jax.nn.sigmoid({}) lax.erf({}) jnp.exp(-jnp.square({})) jnp.expm1(jnp.tanh({}))
-jnp.log1p(jnp.square({})) lax.rsqrt(1.0+jnp.square({})) 1.0/(1.0+jnp.square({})) jnp.cos({}) lax.stop_gradient({})
-lax.optimization_barrier({}) halved_gradient({}) jax.nn.silu({}) jax.nn.softplus({}) jax.nn.gelu({})""".split()
-KINKED = "jax.nn.relu({}) jnp.abs({}) jnp.clip({},-0.5,0.75) jnp.maximum({},0.25) lax.clamp(-0.5,{},0.5)".split()
-JUMPING = "jnp.floor({}) jnp.sign({}) jnp.round({}) jnp.ceil({})".split()
-INTEGER = "{}*3-1 {}%5 {}//2 {}^3 {}<<1 jnp.abs({}) -{} lax.population_count({}) jnp.minimum({},2) {}&1".split()
+SMOOTH = [
+    *("jnp.tanh({})", "jnp.sin({})", "jnp.cos({})", "jnp.arctan({})", "jax.nn.sigmoid({})", "lax.erf({})"),
+    *("jnp.exp(-jnp.square({}))", "jnp.expm1(jnp.tanh({}))", "jnp.log1p(jnp.square({}))"),
+    *("lax.rsqrt(1.0 + jnp.square({}))", "1.0 / (1.0 + jnp.square({}))"),
+    *("jax.nn.silu({})", "jax.nn.softplus({})", "jax.nn.gelu({})", "halved_gradient({})"),
+    *("lax.stop_gradient({})", "lax.optimization_barrier({})"),
+]
+KINKED = [
+    *("jax.nn.relu({})", "jnp.abs({})", "jnp.maximum({}, 0.25)"),
+    *("jnp.clip({}, -0.5, 0.75)", "lax.clamp(-0.5, {}, 0.5)"),
+]
+JUMPING = ["jnp.floor({})", "jnp.sign({})", "jnp.round({})", "jnp.ceil({})"]
+INTEGER = [
+    *("{} * 3 - 1", "{} % 5", "{} // 2", "{} ^ 3", "{} << 1", "{} & 1", "-{}"),
+    *("jnp.abs({})", "lax.population_count({})", "jnp.minimum({}, 2)"),
+]
 
 
 def smooth(w: Writer) -> None:
@@ -563,7 +580,7 @@ def create(w: Writer) -> None:
     forms = [f"jnp.arange({k})", f"jnp.full({v.shape}, 0.5)", f"jnp.eye({k})", f"jnp.zeros({v.shape}, jnp.int32)"]
     if v.ndim:
         forms.append(f"lax.broadcasted_iota(jnp.int32, {v.shape}, {w.axis(v)})")
-    w.line(w.one_of(forms), float(k), 1)
+    w.line(w.one_of(forms), float(max(k, *v.shape, 1)), 1)
 
 
 # -- reductions ---------------------------------------------------------------------------------------------------
@@ -815,7 +832,9 @@ def linalg(w: Writer) -> None:
 def fourier(w: Writer) -> None:
     v = w.pick(lambda v: v.dtype == "f32" and v.ndim > 0)
     d = w.axis(v)
-    call = w.one_of([f"jnp.fft.fft({v}, axis={d}).imag", f"jnp.fft.rfft({v}, axis={d}).real", f"jnp.fft.ifft({v}, axis={d}).real"])
+    call = w.one_of(
+        [f"jnp.fft.fft({v}, axis={d}).imag", f"jnp.fft.rfft({v}, axis={d}).real", f"jnp.fft.ifft({v}, axis={d}).real"]
+    )
     w.line(call, v.scale * math.sqrt(v.shape[d]))
 
 
@@ -832,7 +851,9 @@ def by_norm(w: Writer) -> None:
     """Clipping by the norm of one or two values, and trust ratios."""
     g, other = w.pick(), w.pick()
     norm = f"jnp.sqrt(1.0 + jnp.sum(jnp.square({g})) + jnp.sum(jnp.square({other})))"
-    w.line(w.one_of([f"{g} / {norm}", f"jnp.minimum(1.0, 2.0 / {norm}) * {g}" if not w.smooth else f"2 * {g} / {norm}"]))
+    w.line(
+        w.one_of([f"{g} / {norm}", f"jnp.minimum(1.0, 2.0 / {norm}) * {g}" if not w.smooth else f"2 * {g} / {norm}"])
+    )
 
 
 def by_rows(w: Writer) -> None:
@@ -859,7 +880,7 @@ def nested_call(w: Writer) -> None:
     values = [anything(w) for _ in range(w.between(1, 2))]
     f = w.function([w.parameter(v) for v in values], result_of)
     how = w.one_of(["jax.checkpoint({})", "jax.jit({})", "{}"])
-    w.line(f"{how.format(f)}({', '.join(map(str, values))})", 2.0)
+    w.line_of_call(f"{how.format(f)}({', '.join(map(str, values))})")
 
 
 def vmap(w: Writer) -> None:
@@ -871,10 +892,11 @@ def vmap(w: Writer) -> None:
         fitting = [None, *(e for e, size in enumerate(u.shape) if size == v.shape[d])]
         values, axes = [v, u], [d, w.one_of(fitting)]
     parameters = [
-        w.parameter(u, shape=u.shape if a is None else _without(u.shape, [a])) for u, a in zip(values, axes, strict=True)
+        w.parameter(u, shape=u.shape if a is None else _without(u.shape, [a]))
+        for u, a in zip(values, axes, strict=True)
     ]
     f = w.function(parameters, result_of)
-    w.line(f"jax.vmap({f}, in_axes={tuple(axes)})({', '.join(map(str, values))})", 2.0)
+    w.line_of_call(f"jax.vmap({f}, in_axes={tuple(axes)})({', '.join(map(str, values))})")
 
 
 def scan(w: Writer) -> None:
@@ -888,7 +910,7 @@ def scan(w: Writer) -> None:
 
     f = w.function([carry, x], returned)
     reverse = w.coin()
-    w.line(f"lax.scan({f}, {init}, {xs}, reverse={reverse})[{w.one_of([0, 1])}]", 2.0)
+    w.line_of_call(f"lax.scan({f}, {init}, {xs}, reverse={reverse})[{w.one_of([0, 1])}]")
 
 
 def repeated(w: Writer) -> None:
@@ -897,13 +919,12 @@ def repeated(w: Writer) -> None:
     if w.smooth or w.coin():
         i = Value(w.fresh("p"), (), "i32", 3.0, 0)
         f = w.function([i, carry], lambda inner: inner.next_of(carry))
-        w.line(f"lax.fori_loop(0, 3, {f}, {init})", 2.0)
+        w.line_of_call(f"lax.fori_loop(0, 3, {f}, {init})")
         return
     f = w.function([carry], lambda inner: inner.next_of(carry))
-    times = scalar_index(w, 4)
-    w.line(
-        f"lax.while_loop(lambda c: c[0] < {times}, lambda c: (c[0] + 1, {f}(c[1])), (jnp.zeros_like({times}), {init}))[1]", 2.0
-    )
+    times = w.line(scalar_index(w, 4), 4.0)
+    body = f"lambda c: (c[0] - 1, {f}(c[1]))"
+    w.line_of_call(f"lax.while_loop(lambda c: c[0] > 0, {body}, ({times}, {init}))[1]")
 
 
 def branch(w: Writer) -> None:
@@ -911,9 +932,9 @@ def branch(w: Writer) -> None:
     p = w.parameter(typed(v))
     f, g = (w.function([p], lambda inner: inner.next_of(p)) for _ in range(2))
     if w.coin():
-        w.line(f"lax.cond({scalar_index(w, 2)} == 0, {f}, {g}, {v})", 2.0)
+        w.line_of_call(f"lax.cond({scalar_index(w, 2)} == 0, {f}, {g}, {v})")
     else:
-        w.line(f"lax.switch({scalar_index(w, 3)}, [{f}, {g}, lambda p: p], {v})", 2.0)
+        w.line_of_call(f"lax.switch({scalar_index(w, 3)}, [{f}, {g}, lambda p: p], {v})")
 
 
 # -- the table ----------------------------------------------------------------------------------------------------
@@ -939,7 +960,7 @@ PRODUCTIONS = [
 
 @st.composite
 def programs(draw, training: bool, replicas: Sequence[int] = (1, 2, 3, 5, 8)) -> Program:
-    """A step whose new state is any function of state and examples, or (`training`) of the gradient of a random loss too."""
+    """A step whose new state is any function of state and examples, or (`training`) of a gradient too."""
     n = draw(st.sampled_from(replicas))
     examples = n * draw(st.integers(1, 3 if n < 5 else 2))
     bf16 = draw(st.integers(0, 7)) == 7
@@ -957,7 +978,11 @@ def programs(draw, training: bool, replicas: Sequence[int] = (1, 2, 3, 5, 8)) ->
     x_shape = (examples, *features[:2])
     z_shape = (draw(st.sampled_from(dims)), examples) if axis else (examples, *features[2:])
     x = Value("x", x_shape, draw(floats), 2.0, 3, frozenset("x"))
-    z = draw(st.sampled_from([Value("z", z_shape, "i32", 4.0, 0, frozenset("z")), Value("z", z_shape, "f32", 2.0, 3, frozenset("z"))]))
+    z = draw(
+        st.sampled_from(
+            [Value("z", z_shape, "i32", 4.0, 0, frozenset("z")), Value("z", z_shape, "f32", 2.0, 3, frozenset("z"))]
+        )
+    )
 
     w = Writer(draw, (*moments, state[-1], z, *weights, x), n, bf16)
     lines = [f'{v} = state["{v}"]' for v in (*state, "key")]
@@ -975,13 +1000,33 @@ def _leaf(name: str, shape: tuple[int, ...], dtype: str) -> Value:
     return Value(name, shape, dtype, 2.0, None, frozenset([name]))
 
 
+def meet(w: Writer, weight: Value) -> None:
+    """A layer: some value that depends on the examples, and the weight."""
+    h = w.pick(lambda v: is_float(v) and bool(v.roots & {"x", "z"}))
+    pairs = [(i, j) for i in range(h.ndim) for j in range(weight.ndim) if h.shape[i] == weight.shape[j]]
+    forms = [(f"jnp.tensordot({h}, {weight}, ({i}, {j}))", h.shape[i]) for i, j in pairs]
+    if _broadcast(h.shape, weight.shape) is not None:
+        forms += [(f"{h} * {weight}", 1), (f"{h} + {weight}", 1)]
+    code, terms = w.one_of(forms or [(f"{h} * jnp.mean({weight})", 1)])
+    try:
+        w.line(code, max(h.scale, 1.0) * weight.scale * math.sqrt(terms))
+    except Skip:  # too large
+        w.line(f"{h} * jnp.mean({weight})", h.scale * weight.scale)
+
+
 def _loss(w: Writer, weights: Sequence[Value]) -> None:
-    """`(loss, aux), gradients = jax.value_and_grad(loss, ...)(weights)`: the loss is a mean over what a random network gives."""
+    """Gradients of a loss: the mean of what a random network makes of the examples."""
     inner = Writer(w.draw, weights, w.n, w.bf16, smooth=True, outer=w)
-    inner.write(w.between(2, LINES))
+    for weight in weights:
+        meet(inner, weight)
+        inner.write(w.between(0, 3))
     floats = [v for v in inner.values[::-1] if is_float(v)]
-    useful = sorted(floats, key=lambda v: -len(v.roots & {"x", "z"}) - bool(v.roots - {"x", "z", "count"}))
-    terms = [f"jnp.mean({form.format(v)}).astype(f32)" for v in useful[: w.between(1, 2)] for form in [w.one_of(["jnp.square({})", "jnp.cos({})"])]]
+    useful = sorted(floats, key=lambda v: -len(v.roots))
+    terms = [
+        f"jnp.mean({form.format(v)}).astype(f32)"
+        for v in useful[: w.between(1, 2)]
+        for form in [w.one_of(["jnp.square({})", "jnp.cos({})"])]
+    ]
     aux = w.one_of(inner.values[::-1])
     result = f"{' + '.join(terms)}, {aux}"
     body = [line.code for line in needed(inner.lines, result)] + [f"return {result}"]

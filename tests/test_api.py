@@ -305,7 +305,9 @@ def test_state_of_every_kind_of_pytree(kind):
 def test_state_of_lists_and_tuples():
     def step(state, batch):
         weights, (momentum,) = state
-        value, gradients = jax.value_and_grad(lambda w: loss(dict(zip(("w1", "b", "w2"), w, strict=True)), batch))(weights)
+        value, gradients = jax.value_and_grad(lambda w: loss(dict(zip(("w1", "b", "w2"), w, strict=True)), batch))(
+            weights
+        )
         momentum = [0.9 * m + g for m, g in zip(momentum, gradients, strict=True)]
         return ([w - 0.1 * m for w, m in zip(weights, momentum, strict=True)], (momentum,)), value
 
@@ -659,6 +661,18 @@ def test_placing_and_donating_leaves_the_source_of_the_placement_alone():
     state, examples = sharded.place(start, batch())
     sharded(state, examples)
     assert_same(start, adam_state(), tolerance=0)
+
+
+@pytest.mark.xfail(strict=True, reason="A8: a scalar argument is taken for state: the loss has its shape")
+def test_a_learning_rate_is_no_state():
+    def step(state, batch, rate):
+        value, gradients = jax.value_and_grad(loss)(state, batch)
+        return jax.tree.map(lambda w, g: w - rate * g, state, gradients), value
+
+    sharded = shardstep.shard(step)
+    state, examples, rate = sharded.place(weights(), batch(), jnp.float32(0.1))
+    sharded(state, examples, rate)
+    assert not rate.is_deleted()
 
 
 def test_donation_can_be_switched_off():

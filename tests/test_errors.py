@@ -147,7 +147,9 @@ def test_donated_state_used_again():
     sharded = shardstep.shard(adam_step)
     first, _ = sharded(adam_state(), batch())
     second, _ = sharded(first, batch())
-    with refused(r"was donated to an earlier call and is gone: use the state that the call returned.*donate=False", second):
+    with refused(
+        r"was donated to an earlier call and is gone: use the state that the call returned.*donate=False", second
+    ):
         sharded(first, batch())
 
 
@@ -223,7 +225,9 @@ def test_a_loop_that_replicas_would_leave_at_different_times():
         return state, value + lax.psum(rounds, "batch")
 
     state = placed_state()
-    with refused(r"predicate of the while loop at .*test_errors\.py.* depends on data of one replica.*lax\.pmax", state):
+    with refused(
+        r"predicate of the while loop at .*test_errors\.py.* depends on data of one replica.*lax\.pmax", state
+    ):
         shardstep.shard(step, axis_name="batch")(state, batch())
 
 

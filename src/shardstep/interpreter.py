@@ -62,7 +62,7 @@ def run(schedule: Schedule, arrays: Sequence[Any], constants: Sequence[Any] | No
 def _results(step: Step, operands: list[Any], axes: tuple[Axis, ...]) -> Sequence[Any]:
     if step.bodies:
         return control_flow.emit(step, _match(operands, step.operands, axes), run)
-    operands = _alike(operands)
+    operands = operands if step.apart else _alike(operands)
     if step.emit is None and step.equation.primitive.multiple_results:
         return step.equation.primitive.bind(*operands, **step.params)
     if step.emit is None:

@@ -130,9 +130,8 @@ def decide(
     outputs: list[Layout | None] = [None] * len(program.outputs)
     for i, o in captured.state.items():
         outputs[o] = inputs[i]
-    return Decided(
-        schedule(program, axes, inputs, outputs), tuple(roles), tuple(reason for _, reason in rests), chosen, why
-    )
+    reasons = tuple(reason for _, reason in rests)
+    return Decided(schedule(program, axes, inputs, outputs), tuple(roles), reasons, chosen, why)
 
 
 def describe(captured: Captured, decided: Decided, mesh: Mesh) -> Plan:

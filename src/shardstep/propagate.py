@@ -50,15 +50,16 @@ def schedule(
     outputs: Sequence[Layout | None],
     wanted: Sequence[tuple[Demand, ...]] | None = None,
     raw: bool = False,
+    seen: Sequence[Layout] = (),
 ) -> Schedule:
     """Decide a program for given input layouts.
 
     An output of layout None is left as it comes (with `raw`, even partial). `wanted` adds what the surroundings of a
     loop body want of its results.
     """
-    first = Forward(program, axes, {}).run(inputs, outputs, raw)
-    demands = demands_of(first, outputs, wanted)
-    final = Forward(program, axes, demands).run(inputs, outputs, raw)
+    first = Forward(program, axes, {}).run(inputs, outputs, raw, seen)
+    demands = demands_of(first, outputs, wanted, seen)
+    final = Forward(program, axes, demands).run(inputs, outputs, raw, seen)
     none = (NOTHING,) * len(axes)
     return replace(final, demands=tuple(demands.get(v, none) for v in program.inputs))
 
@@ -109,9 +110,13 @@ class Forward:
         self.from_batch: set[Var] = set()
         self.met: int = 0
 
-    def run(self, inputs: Sequence[Layout], outputs: Sequence[Layout | None], raw: bool) -> Schedule:
-        for i, (var, layout) in enumerate(zip(self.program.inputs, inputs, strict=True)):
+    def run(
+        self, inputs: Sequence[Layout], outputs: Sequence[Layout | None], raw: bool, seen: Sequence[Layout] = ()
+    ) -> Schedule:
+        for i, (var, held) in enumerate(zip(self.program.inputs, inputs, strict=True)):
+            layout = seen[i] if i < len(seen) else held
             self.forms[var] = Forms(layout)
+            self.forms[var].held[held] = None
             if any(map(is_batch, layout)):
                 self.from_batch.add(var)
                 self.examples.update(var.array.shape[p.dim] for p in layout if isinstance(p, Split) and self.draws)
@@ -152,10 +157,10 @@ class Forward:
         inputs: Sequence[Layout],
         outputs: Sequence[Layout | None],
         wanted: Sequence[tuple[Demand, ...]] | None = None,
-        raw: bool = True,
+        seen: Sequence[Layout] = (),
     ) -> Schedule:
-        """Schedule the body of a loop or branch."""
-        return schedule(program, self.axes, inputs, outputs, wanted, raw)
+        """Schedule the body of a loop or branch. `seen`: the layouts in which readers see the first inputs first."""
+        return schedule(program, self.axes, inputs, outputs, wanted, raw=True, seen=seen)
 
     def enter(self, body: Schedule, loop: str, times: int = 1) -> None:
         """What a body communicates, the program communicates."""
@@ -189,6 +194,7 @@ class Forward:
             tuple(zip(*(d.results for d in per_axis), strict=True)),
             site.params,
             emits[-1] if emits else None,
+            apart=all(d.apart for d in per_axis),
             gathered=len(self.fallbacks) > fallbacks,
         )
 
@@ -246,6 +252,8 @@ class Forward:
         found = self.held(atom, k)
         demand = self.demand(atom, k)
         home = found[0]
+        if is_batch(home):
+            return [home]  # work on examples is shared, even where they happen to be held whole as well
         if isinstance(home, Replicated | Partial) and demand.splits:
             found = found + [s for s in demand.splits[:2] if s not in found]
         if isinstance(home, Partial) and self.uses[atom] > 1:
@@ -399,10 +407,13 @@ def work(site: Site, decision: Decision) -> float:
 
 
 def demands_of(
-    first: Schedule, outputs: Sequence[Layout | None], wanted: Sequence[tuple[Demand, ...]] | None
+    first: Schedule,
+    outputs: Sequence[Layout | None],
+    wanted: Sequence[tuple[Demand, ...]] | None,
+    seen: Sequence[Layout],
 ) -> dict[Atom, tuple[Demand, ...]]:
     """What the readers of each value want of it, seen from the end of the program."""
-    backward = Backward(first)
+    backward = Backward(first, seen)
     for i, (atom, layout) in enumerate(zip(first.program.outputs, outputs, strict=True)):
         for k in range(len(first.axes)):
             if layout is not None:
@@ -424,11 +435,12 @@ def demand_for(placement: Placement) -> Demand:
 
 
 class Backward:
-    def __init__(self, first: Schedule):
+    def __init__(self, first: Schedule, seen: Sequence[Layout]):
         self.axes = first.axes
         self.demands: dict[Atom, tuple[Demand, ...]] = {}
         self.nothing = (NOTHING,) * len(first.axes)
         self.homes: dict[Atom, Layout] = dict(zip(first.program.inputs, first.inputs, strict=True))
+        self.homes.update(zip(first.program.inputs, seen, strict=False))
         for step in first.steps:
             self.homes.update(zip(step.equation.outputs, step.results, strict=True))
 

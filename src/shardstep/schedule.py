@@ -96,6 +96,7 @@ class Step:
     params: Mapping[str, Any]
     emit: Emit | None = None
     bodies: tuple[Schedule, ...] = ()
+    apart: bool = False  # each result depends on its own operand alone
     gathered: bool = False  # no rule could keep its operands as they were
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import compat
 from ..errors import ShardstepError
@@ -78,7 +78,7 @@ def _decide_scan(forward: Forward, equation: Equation) -> Step:
     (body,) = equation.bodies
     consts, carries = equation.params["num_consts"], equation.params["num_carry"]
     inputs = equation.inputs
-    fixed = [entry(forward, a) for a in inputs[:consts]]
+    fixed = [Door.of(entry(forward, a)) for a in inputs[:consts]]
     xs = [_beside_time(forward, a) for a in inputs[consts + carries :]]
     sliced = [_shift(layout, -1) for layout in xs]
     wanted = [_outside(forward, v) for v in equation.outputs[:carries]]
@@ -87,7 +87,7 @@ def _decide_scan(forward: Forward, equation: Equation) -> Step:
     carry, inside = settle(forward, equation, body, fixed, init, sliced, wanted)
     results = [*carry, *(_shift(layout, 1) for layout in inside.outputs[carries:])]
     forward.enter(inside, _describe(equation), equation.params["length"])
-    return Step(equation, (*fixed, *carry, *xs), tuple(results), equation.params, bodies=(inside,))
+    return Step(equation, (*inside.inputs[:consts], *carry, *xs), tuple(results), equation.params, bodies=(inside,))
 
 
 def _decide_while(forward: Forward, equation: Equation) -> Step:
@@ -95,7 +95,7 @@ def _decide_while(forward: Forward, equation: Equation) -> Step:
     tests, fixed = equation.params["cond_nconsts"], equation.params["body_nconsts"]
     inputs = equation.inputs
     test_consts = [_reduced(forward, a) for a in inputs[:tests]]
-    body_consts = [entry(forward, a) for a in inputs[tests : tests + fixed]]
+    body_consts = [Door.of(entry(forward, a)) for a in inputs[tests : tests + fixed]]
     wanted = [_outside(forward, v) for v in equation.outputs]
     carry, inside = settle(forward, equation, body, body_consts, inputs[tests + fixed :], [], wanted)
     predicate = forward.body(test, [*test_consts, *carry], [None])
@@ -108,15 +108,36 @@ def _decide_while(forward: Forward, equation: Equation) -> Step:
     loop = _describe(equation)
     forward.enter(predicate, loop)
     forward.enter(inside, loop)
-    operands = (*test_consts, *body_consts, *carry)
+    operands = (*test_consts, *inside.inputs[:fixed], *carry)
     return Step(equation, operands, tuple(carry), equation.params, bodies=(predicate, inside))
+
+
+class Door(NamedTuple):
+    """How a value that all iterations share enters a loop: the layout it has there, and the one readers see first."""
+
+    layout: Layout
+    seen: Layout
+
+    @classmethod
+    def of(cls, layout: Layout) -> Door:
+        return cls(layout, layout)
+
+    def opened(self, demands: Sequence[Demand]) -> Door:
+        """What the body would gather in every iteration is gathered once, in front of the loop.
+
+        Examples are then still seen split, so that whatever takes some of them shares those among the replicas.
+        """
+        hoisted = [not isinstance(p, Varying) and d.full for p, d in zip(self.layout, demands, strict=True)]
+        layout = tuple(REPLICATED if h else p for h, p in zip(hoisted, self.layout, strict=True))
+        seen = tuple(p if is_batch(p) or not h else REPLICATED for h, p in zip(hoisted, self.seen, strict=True))
+        return Door(layout, seen)
 
 
 def settle(
     forward: Forward,
     equation: Equation,
     body: Program,
-    fixed: Sequence[Layout],
+    doors: Sequence[Door],
     init: Sequence[Atom],
     xs: Sequence[Layout],
     wanted: Sequence[tuple[Demand, ...]],
@@ -126,16 +147,22 @@ def settle(
     What the readers behind the loop want of a carry must not move data inside it: there it would move every iteration.
     """
     carry = [forward.home(a) for a in init]
-    ys = [None] * (len(body.outputs) - len(carry))
+    free = [None] * len(body.outputs)
     inner = [(NOTHING,) * len(forward.axes)] * len(carry) + list(wanted[len(carry) :])
     kept: set[tuple[int, int]] = set()  # (carry, axis) pairs that stay whole
+
+    def schedule(outputs: Sequence[Layout | None]) -> Schedule:
+        inputs = [*(d.layout for d in doors), *carry, *xs]
+        return forward.body(body, inputs, outputs, inner, seen=[d.seen for d in doors])
+
     # each round raises at least one placement, and a placement can be raised three times
-    for _ in range(3 * len(carry) * len(forward.axes) + 2):
-        inside = forward.body(body, [*fixed, *carry, *xs], [*([None] * len(carry)), *ys], inner)
-        raised = [_raise(forward, i, init, carry, inside, len(fixed), wanted, kept) for i in range(len(carry))]
-        if raised == carry:
-            return carry, forward.body(body, [*fixed, *carry, *xs], [*carry, *ys], inner)
-        carry = raised
+    for _ in range(3 * (len(carry) + 1) * len(forward.axes) + 2):
+        inside = schedule(free)
+        raised = [_raise(forward, i, init, carry, inside, len(doors), wanted, kept) for i in range(len(carry))]
+        opened = [d.opened(demands) for d, demands in zip(doors, inside.demands, strict=False)]
+        if raised == carry and opened == list(doors):
+            return carry, schedule([*carry, *free[len(carry) :]])
+        carry, doors = raised, opened
     raise AssertionError(f"internal error: the carry layouts of {equation.primitive} at {equation.line} did not settle")
 
 

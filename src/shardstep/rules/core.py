@@ -90,6 +90,7 @@ class Decision:
     results: tuple[Placement, ...]
     params: Mapping[str, Any] | None = None
     emit: Emit | None = None
+    apart: bool = False  # each result depends on its own operand alone, so they may lie differently
 
 
 Rule = Callable[[Site, tuple[Placement, ...]], Decision | Sequence[Decision] | None]

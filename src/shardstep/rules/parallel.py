@@ -12,10 +12,10 @@ user's axis stands for all of them together.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from .. import compat
@@ -27,37 +27,26 @@ def _identity(local: Local, *arrays: jax.Array) -> list[jax.Array]:
     return list(arrays)
 
 
-def _times_replicas(local: Local, *arrays: jax.Array) -> list[jax.Array]:
-    n = lax.axis_size(local.axes)
-    return [x * jax.numpy.asarray(n, x.dtype) for x in arrays]
-
-
-def _own(site: Site, placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
-    """Each replica's own value, as the user's collective reads it."""
-    return tuple(VARYING if p == VARYING else REPLICATED for p in placements)
-
-
 def reduction(op: str) -> Rule:
     """psum, pmax, pmin: the terms are in place; reducing them is left to whoever reads the result."""
 
-    def rule(site: Site, placements: tuple[Placement, ...]) -> Decision | None:
+    def rule(site: Site, placements: tuple[Placement, ...]) -> Decision:
         if site.params.get("axis_index_groups") is not None or _other_axes(site):
             return as_written(site, placements)
-        if all(p == VARYING for p in placements):
-            return Decision(placements, (Partial(op),) * len(placements), emit=_identity)
-        if all(p == REPLICATED for p in placements):
-            return Decision(placements, placements, emit=_times_replicas if op == "add" else _identity)
-        return Decision(_own(site, placements), (VARYING,) * len(placements), emit=_reduce_here(op))
+        operands = tuple(VARYING if p == VARYING else REPLICATED for p in placements)
+        results = tuple(Partial(op) if p == VARYING else REPLICATED for p in operands)
+
+        def emit(local: Local, *arrays: jax.Array) -> list[jax.Array]:
+            """What every replica has already counts once for each of them."""
+            n = lax.axis_size(local.axes) if op == "add" else 1
+            return [
+                x if p == VARYING or n == 1 else x * jnp.asarray(n, x.dtype)
+                for x, p in zip(arrays, operands, strict=True)
+            ]
+
+        return Decision(operands, results, emit=emit, apart=True)
 
     return rule
-
-
-def _reduce_here(op: str) -> Callable[..., list[jax.Array]]:
-    def emit(local: Local, *arrays: jax.Array) -> list[jax.Array]:
-        act = {"add": lax.psum, "max": lax.pmax, "min": lax.pmin}[op]
-        return [act(x, local.axes) for x in arrays]
-
-    return emit
 
 
 def gathered(site: Site, placements: tuple[Placement, ...]) -> Decision | None:
@@ -91,7 +80,7 @@ def index(site: Site, placements: tuple[Placement, ...]) -> Decision:
 
 def cast(site: Site, placements: tuple[Placement, ...]) -> Decision:
     """pvary and its kin only change JAX's types."""
-    return Decision(placements, placements, emit=_identity)
+    return Decision(placements, placements, emit=_identity, apart=True)
 
 
 def _other_axes(site: Site) -> bool:

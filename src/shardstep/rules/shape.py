@@ -194,12 +194,23 @@ def scalar(site: Site, placements: tuple[Placement, ...]) -> Decision:
 
 
 def identity(site: Site, placements: tuple[Placement, ...]) -> Decision:
-    return Decision(placements, placements)
+    return Decision(placements, placements, emit=_barrier, apart=True)
+
+
+def _barrier(local: Local, *arrays: Any) -> list[Any]:
+    """One barrier for each kind of value (differing between replicas along these axes or those), as JAX's types ask."""
+    passed = list(arrays)
+    kinds = [compat.varying_axes(x) for x in arrays]
+    for kind in dict.fromkeys(kinds):
+        members = [i for i, k in enumerate(kinds) if k == kind]
+        for i, x in zip(members, local.bind(*(arrays[i] for i in members)), strict=True):
+            passed[i] = x
+    return passed
 
 
 def dropped(site: Site, placements: tuple[Placement, ...]) -> Decision:
     """Where the user asked an array to lie no longer holds: shardstep lays it out. The values pass through."""
-    return Decision(placements, placements, emit=_pass_through)
+    return Decision(placements, placements, emit=_pass_through, apart=True)
 
 
 def _pass_through(local: Local, *arrays: Any) -> list[Any]:
@@ -229,6 +240,6 @@ register(broadcast_in_dim, *_P("broadcast_in_dim"))
 register(iota, *_P("iota"))
 register(empty, *_P("empty"))
 register(scalar, *_P("empty2"))
-register(identity, *_P("stop_gradient optimization_barrier"))
-register(dropped, *_P("sharding_constraint reshard layout_constraint device_put"))
+register(identity, *_P("stop_gradient optimization_barrier"), per_replica=True)
+register(dropped, *_P("sharding_constraint reshard layout_constraint device_put"), per_replica=True)
 register(tie, *_P("tie"))
