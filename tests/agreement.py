@@ -1,13 +1,15 @@
 """When two runs of a training program agree: `differences(start, ours, theirs)` lists the leaves that do not.
 
 Integers, booleans and random keys must agree exactly. A floating-point leaf must agree to `tolerance` of its largest
-value, which is what summing in another order costs. One kind of element cannot: an optimizer that divides by the
-root of the second moment `nu` turns a gradient that is rounding noise into a full-size step. So a weight is compared
-where its gradient is not numerically zero,
+value, which is what summing in another order costs. An optimizer that divides by the root of a second moment cannot
+keep that: the gradient, too, agrees to `tolerance` of *its* largest value, and the division makes a full-size step of
+whatever it is given, rounding noise included. With `way` the longest way that any element of a weight has gone,
 
-    sqrt(nu) >= 1e-3 max sqrt(nu)        (`nu` is the leaf of the same shape under the same path, e.g. opt.nu["dense"]["w"])
+    |step's error| = way |gradient's error| / sqrt(nu) <= way tolerance max sqrt(nu) / sqrt(nu)
 
-and elsewhere must only have stayed within reach: no further apart than two opposite steps of the leaf's longest way.
+so a weight may be off by `tolerance` of its largest value or by that, whichever is more, and by no more than `2 way`
+(two opposite steps) where its gradient is numerically zero. `nu` is the leaf of the same shape under the same path:
+`opt.nu["dense"]["w"]` belongs to `params["dense"]["w"]`.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path
 
 F32 = 1e-5
-NUMERICALLY_ZERO = 1e-3
+TINY = np.finfo(float).tiny
 
 
 def assert_agree(start: Any, ours: Any, theirs: Any, tolerance: float = F32) -> None:
@@ -50,14 +52,15 @@ def difference(ours: Any, theirs: Any, origin: Any, strength: np.ndarray | None,
     if not jnp.issubdtype(theirs.dtype, jnp.inexact):
         return "" if (a == b).all() else f"{(a != b).sum()} of {a.size} elements differ"
     apart = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))
-    allowed = np.full(a.shape, tolerance * np.abs(b).max(initial=0.0))
+    largest = np.abs(b).max(initial=0.0)
+    allowed = np.full(a.shape, tolerance * largest)
     if strength is not None:
-        reach = 2 * np.abs(b - numbers(origin)).max(initial=0.0)
-        allowed = np.where(strength < NUMERICALLY_ZERO, np.maximum(allowed, reach), allowed)
-    if (apart <= allowed).all():
+        way = np.abs(b - numbers(origin)).max(initial=0.0)
+        allowed = np.maximum(allowed, way * np.minimum(tolerance / np.maximum(strength, TINY), 2))
+    wrong = ~(apart <= allowed)
+    if not wrong.any():
         return ""
-    worst = apart.max() / max(np.abs(b).max(), np.finfo(float).tiny)
-    return f"{(~(apart <= allowed)).sum()} of {a.size} elements are up to {worst:.2g} of the largest value apart"
+    return f"{wrong.sum()} of {a.size} elements are up to {apart[wrong].max() / max(largest, TINY):.2g} of the largest value apart"
 
 
 def numbers(leaf: Any) -> np.ndarray:
@@ -75,7 +78,7 @@ def gradient_strengths(named: list[tuple[Any, Any]]) -> dict[int, np.ndarray]:
     moments = [(path[at + 1 :], numbers(nu)) for path, nu in named if (at := position(path, "nu")) is not None]
     found: dict[int, np.ndarray] = {}
     for tail, nu in moments:
-        strength = np.sqrt(nu / max(nu.max(initial=0.0), np.finfo(float).tiny))
+        strength = np.sqrt(nu / max(nu.max(initial=0.0), TINY))
         for i, (path, leaf) in enumerate(named):
             moment = position(path, "nu") is not None or position(path, "mu") is not None
             if tail and not moment and path[-len(tail) :] == tail and np.shape(leaf) == nu.shape:

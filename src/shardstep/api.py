@@ -13,7 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from . import interpreter
 from .arguments import Call, Signature, abstract, as_tuple
-from .capture import Batch, Captured, capture, refuse, uses_axis
+from .batch import Batch
+from .capture import Captured, capture, refuse, uses_axis
 from .errors import ShardstepError
 from .layout import Axis, Layout, Varying, partition_spec
 from .options import Options

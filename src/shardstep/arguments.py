@@ -96,6 +96,11 @@ def signature_of(leaf: Any) -> Any:
     return aval.shape, aval.dtype, aval.weak_type
 
 
+def shape_of(leaf: Any) -> tuple[tuple[int, ...], Any]:
+    shape, dtype, _ = signature_of(leaf)
+    return tuple(shape), dtype
+
+
 def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
     shape, dtype, weak_type = signature_of(leaf)
     return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak_type)

@@ -112,3 +112,11 @@ def varying_axes(x: Any) -> frozenset[str]:
     aval = jax.typeof(x)
     kind = getattr(aval, "manual_axis_type", None)
     return kind.varying if kind is not None else getattr(aval, "vma", frozenset())
+
+
+def scan_counts(params: Any) -> tuple[int, int]:
+    """How many constants and how many carried values a scan has, first among its operands."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()  # since JAX 0.12
+    return len(consts), len(carry)

@@ -201,7 +201,7 @@ class Forward:
     def choose(self, site: Site, equation: Equation, k: int) -> Decision:
         options = [self.options(a, k) for a in equation.inputs]
         held = [self.held(a, k) for a in equation.inputs]
-        if all(o == [REPLICATED] for o in options) and not any(site.wants):
+        if all(o == [REPLICATED] for o in options) and not any(site.wants) and not speaks_of_replicas(site.primitive):
             return replicate(site)
         demands = [self.demand(v, k) for v in equation.outputs]
 
@@ -371,7 +371,7 @@ def offers(site: Site, placements: tuple[Placement, ...]) -> Iterator[Decision]:
         yield Decision(operands, (VARYING,) * len(site.outputs))
         return
     rule = rule_for(site.primitive)
-    if all(p == REPLICATED for p in placements):
+    if all(p == REPLICATED for p in placements) and not speaks_of_replicas(site.primitive):
         yield replicate(site)
         if not any(site.wants):
             return

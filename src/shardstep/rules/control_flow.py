@@ -67,7 +67,7 @@ def _entering(step: Step, k: int) -> list[Demand]:
     inside = [d[k] for d in step.bodies[-1].demands]
     if step.equation.primitive is _WHILE:
         return [Demand(full=True)] * step.equation.params["cond_nconsts"] + inside
-    xs = step.equation.params["num_consts"] + step.equation.params["num_carry"]
+    xs = sum(compat.scan_counts(step.equation.params))
     return inside[:xs] + [_shift_demand(d, 1) for d in inside[xs:]]
 
 
@@ -76,7 +76,7 @@ def _entering(step: Step, k: int) -> list[Demand]:
 
 def _decide_scan(forward: Forward, equation: Equation) -> Step:
     (body,) = equation.bodies
-    consts, carries = equation.params["num_consts"], equation.params["num_carry"]
+    consts, carries = compat.scan_counts(equation.params)
     inputs = equation.inputs
     fixed = [Door.of(entry(forward, a)) for a in inputs[:consts]]
     xs = [_beside_time(forward, a) for a in inputs[consts + carries :]]
@@ -309,7 +309,7 @@ def emit(step: Step, arrays: Sequence[Any], run: Any) -> list[Any]:
     match step.equation.primitive:
         case primitive if primitive is _SCAN:
             (body,) = step.bodies
-            consts, carries = params["num_consts"], params["num_carry"]
+            consts, carries = compat.scan_counts(params)
             fixed, init, xs = arrays[:consts], arrays[consts : consts + carries], arrays[consts + carries :]
 
             def iterate(carry: Any, x: Any) -> tuple[Any, Any]:
@@ -323,7 +323,6 @@ def emit(step: Step, arrays: Sequence[Any], run: Any) -> list[Any]:
                 length=params["length"],
                 reverse=params["reverse"],
                 unroll=params["unroll"],
-                _split_transpose=params.get("_split_transpose", False),
             )
             return [*carry, *ys]
         case primitive if primitive is _WHILE:
