@@ -307,7 +307,7 @@ class Writer:
         inner = Writer(self.draw, parameters, self.n, self.bf16, outer=self)
         inner.write(self.between(1, lines))
         result = returned(inner)
-        name = self.fresh("f")
+        name = self.fresh("fun")
         body = [line.code for line in needed(inner.lines, result)] + [f"return {result}"]
         code = f"def {name}({', '.join(p.name for p in parameters)}):\n" + indent("\n".join(body))
         own = {p.name for p in parameters} | {line.name for line in inner.lines}

@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-import shardstep
 from hlo import collectives, wire_bytes
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
+
+import shardstep
 
 K = 4  # large weights
 WIDTH = 256

@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import shardstep
 from jax import lax
 from jax.sharding import Mesh
-from shardstep import ShardstepError
 from steps import adam_state, adam_step, batch, loss, mesh_of, update, weights
+
+import shardstep
+from shardstep import ShardstepError
 
 # -- the arguments survive --------------------------------------------------------------------------------------------
 
@@ -49,7 +50,7 @@ def test_a_batch_that_is_ambiguous():
         return adam_step(state, {**batch, "x": batch["x"] + table.sum(0)})
 
     arguments = placed_state(), batch(), jnp.ones((5, 96))
-    told = r"ambiguous: batch has leading dimension 24; table has leading dimension 5.*batch_argnames='batch'.*batch_argnums"
+    told = r"ambiguous: batch has leading dimension 24; table has leading dimension 5.*batch_argnames='batch'"
     with refused(told, arguments):
         shardstep.shard(step)(*arguments)
     shardstep.shard(step, batch_argnames="batch")(*arguments)  # the way out that the message names
@@ -205,7 +206,6 @@ def test_a_collective_over_another_name():
         shardstep.shard(per_replica_step, axis_name="replicas")(adam_state(), batch())
 
 
-@pytest.mark.xfail(strict=True, reason="A3: AssertionError in the interpreter instead")
 def test_state_that_would_differ_between_replicas():
     def step(state, batch):
         state, value = per_replica_step(state, batch)
@@ -217,7 +217,6 @@ def test_state_that_would_differ_between_replicas():
         shardstep.shard(step, axis_name="batch")(state, batch())
 
 
-@pytest.mark.xfail(strict=True, reason="A4: PredicateVaries is no ShardstepError")
 def test_a_loop_that_replicas_would_leave_at_different_times():
     def step(state, batch):
         rounds = lax.while_loop(lambda c: c[1] > 1e-3, lambda c: (c[0] + 1, c[1] / 2), (0, batch["x"].max()))[0]
@@ -231,10 +230,9 @@ def test_a_loop_that_replicas_would_leave_at_different_times():
         shardstep.shard(step, axis_name="batch")(state, batch())
 
 
-@pytest.mark.xfail(strict=True, reason="A5: AssertionError in the interpreter instead")
 def test_a_branch_that_communicates_on_a_condition_of_one_replica():
     def step(state, batch):
-        state, value = per_replica_step(state, batch)
+        state, _ = per_replica_step(state, batch)
         return state, lax.cond(batch["x"].max() > 0, lambda v: lax.psum(v, "batch"), lambda v: v, batch["x"].sum())
 
     state = placed_state()

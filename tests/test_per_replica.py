@@ -1,4 +1,4 @@
-"""Steps written for one replica (`axis_name="batch"`), as for `pmap`: the reference is the same function under `shard_map`."""
+"""Steps written for one replica (`axis_name="batch"`), as for `pmap`; `shard_map` of the same function is the reference."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import shardstep
 from hlo import collectives
 from jax import lax
 from jax.sharding import PartitionSpec
 from steps import EXAMPLES, OPTIMIZER, adam_state, assert_same, batch, loss, mesh_of, split_leaves, update, weights
+
+import shardstep
 
 STEPS = 3
 LARGEST = 96 * 64 * 4  # bytes of a large weight

@@ -8,13 +8,14 @@ import pickle
 import jax
 import jax.numpy as jnp
 import pytest
-import shardstep
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import PartitionSpec
+from steps import adam_state, adam_step, assert_same, batch, loss, mesh_of, weights
+
+import shardstep
 from shardstep.rules import Decision
 from shardstep.rules.core import splits
-from steps import adam_state, adam_step, assert_same, batch, loss, mesh_of, weights
 
 BIG = 96 * 64 * 4
 SCALAR_STATE = pytest.mark.xfail(strict=True, reason="A8: a scalar argument is taken for state: the loss has its shape")

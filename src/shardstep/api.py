@@ -97,7 +97,7 @@ class Replicas:
         # ordinary code on arrays of an Explicit mesh raises sharding errors; the rewritten step needs an Auto mesh
         auto = Mesh(mesh.devices, mesh.axis_names)
         if group is None or group == size:
-            return cls(auto, (Axis(names, size),), (True,))
+            return cls(auto, (Axis(names, size, _widens(mesh)),), (True,))
         return cls._grouped(auto, names, size, group)
 
     @classmethod
@@ -112,8 +112,13 @@ class Replicas:
         devices = mesh.devices.reshape(*shape[:where], size // group, group, *shape[where + 1 :])
         between, within = f"{names[0]}_groups", f"{names[0]}_group"
         axis_names = (*mesh.axis_names[:where], between, within, *mesh.axis_names[where + 1 :])
-        axes = (Axis((between,), size // group), Axis((within,), group))
+        axes = (Axis((between,), size // group, _widens(mesh)), Axis((within,), group, _widens(mesh)))
         return cls(Mesh(devices, axis_names), axes, (False, True))
+
+
+def _widens(mesh: Mesh) -> bool:
+    """XLA's CPU backend forms sums of 16-bit floats in float32: the rewritten step does the same."""
+    return mesh.devices.flat[0].platform == "cpu"
 
 
 class ShardedStep:

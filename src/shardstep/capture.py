@@ -12,6 +12,7 @@ from .arguments import Argument, Call, Constant, Signature
 from .batch import Batch, check_divisible, infer_batch, named_batch
 from .errors import ShardstepError
 from .matching import match_state
+from .peephole import simplify
 from .program import Program, flatten
 from .rules.effects import REFUSED
 from .tracing import trace, trace_guessing
@@ -84,14 +85,14 @@ def _capture(
         traced = trace(step, call, axis_name, replicas, examples)
     else:
         traced = trace_guessing(step, call, arguments, axis_name, replicas)
-    program = flatten(traced.jaxpr)
+    program = simplify(flatten(traced.jaxpr))
     state = match_state(call, arguments, paths, traced, program)
     if examples is None:
         examples = infer_batch(call, arguments, state, batch, data_axes)
         if axis_name is not None:
             check_divisible(call, paths, examples, replicas)
             traced = trace(step, call, axis_name, replicas, examples)
-            program = flatten(traced.jaxpr)
+            program = simplify(flatten(traced.jaxpr))
     state = {i: o for i, o in state.items() if i not in examples}
     check_divisible(call, paths, examples, replicas)
     return Captured(

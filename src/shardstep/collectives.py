@@ -48,25 +48,31 @@ class Move(NamedTuple):
                 return "local"
 
 
-def wire_bytes(kind: str, nbytes: float, n: int) -> float:
-    """Bytes that one replica sends for a collective on a value of `nbytes` (ring algorithms)."""
-    share = (n - 1) / n
-    return {"all-reduce": 2 * share, "reduce-scatter": share, "all-gather": share, "all-to-all": share / n, "local": 0}[
-        kind
-    ] * nbytes
+def wire_bytes(move: Move, elements: float, dtype: Any, axis: Axis) -> float:
+    """Bytes that one replica sends when a value of so many elements makes this move (ring algorithms)."""
+    share = (axis.size - 1) / axis.size
+    sent = {"all-reduce": 2 * share, "reduce-scatter": share, "all-gather": share, "all-to-all": share / axis.size}
+    return sent.get(move.kind, 0.0) * elements * Array((), wire_dtype(move, dtype, axis)).nbytes
+
+
+def wire_dtype(move: Move, dtype: Any, axis: Axis) -> Any:
+    """The dtype in which a value travels: sums of 16-bit floats in float32 where the platform forms them so."""
+    summed = isinstance(move.source, Partial) and move.source.op == "add" and move.kind != "local"
+    narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize == 2
+    return jnp.dtype(jnp.float32) if summed and narrow and axis.widens else dtype
 
 
 _STRIDED = 1 + 1e-6  # blocks of an inner dimension are not contiguous: of two equal collectives, take the outer one
 
 
-def cost(source: Placement, target: Placement, nbytes: float, n: int) -> float:
+def cost(source: Placement, target: Placement, array: Array, axis: Axis) -> float:
     """Bytes on the wire for one placement to become another; infinite where it cannot."""
     if source == target:
         return 0.0
     if isinstance(source, Varying):
         return math.inf
     strided = any(isinstance(p, Split) and p.dim > 0 for p in (source, target))
-    return wire_bytes(Move(0, source, target).kind, nbytes, n) * (_STRIDED if strided else 1)
+    return wire_bytes(Move(0, source, target), array.size, array.dtype, axis) * (_STRIDED if strided else 1)
 
 
 def moves(source: Layout, target: Layout) -> Iterator[Move]:
@@ -112,8 +118,8 @@ def priced_moves(source: Layout, target: Layout, array: Array, axes: tuple[Axis,
     current = list(source)
     for move in moves(source, target):
         current[move.axis] = REPLICATED
-        held = math.prod(block_shape(array.shape, tuple(current), axes)) * (array.nbytes / max(array.size, 1))
-        yield move, wire_bytes(move.kind, held, axes[move.axis].size)
+        held = math.prod(block_shape(array.shape, tuple(current), axes))
+        yield move, wire_bytes(move, held, array.dtype, axes[move.axis])
         current[move.axis] = move.target
 
 
@@ -123,7 +129,8 @@ def convert(x: jax.Array, source: Layout, target: Layout, axes: tuple[Axis, ...]
         data = convert(jax.random.key_data(x), source, target, axes)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     for move in moves(source, target):
-        x = _perform(x, move, axes[move.axis])
+        axis = axes[move.axis]
+        x = _perform(x.astype(wire_dtype(move, x.dtype, axis)), move, axis).astype(x.dtype)
     return x
 
 

@@ -93,6 +93,7 @@ class Axis(NamedTuple):
 
     names: tuple[str, ...]
     size: int
+    widens: bool = False  # are sums of 16-bit floats formed in float32, as XLA's own all-reduce does on CPU?
 
     @property
     def name(self) -> str | tuple[str, ...]:

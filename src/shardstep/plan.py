@@ -156,7 +156,7 @@ def describe(captured: Captured, decided: Decided, mesh: Mesh) -> Plan:
 
 def _baseline(captured: Captured, axes: tuple[Axis, ...]) -> Schedule:
     """The program that everyone runs today: all state replicated, gradients all-reduced over all replicas at once."""
-    joined = (Axis(tuple(n for a in axes for n in a.names), _replicas(axes)),)
+    joined = (Axis(tuple(n for a in axes for n in a.names), _replicas(axes), axes[0].widens),)
     examples = _examples(captured, joined)
     outputs: list[Layout | None] = [None] * len(captured.program.outputs)
     for o in captured.state.values():

@@ -111,6 +111,18 @@ def prune(program: Program) -> Program:
     return Program(program.inputs, program.outputs, tuple(reversed(kept)), constants)
 
 
+def count_uses(program: Program) -> dict[Atom, int]:
+    """How often each value is read."""
+    uses: dict[Atom, int] = dict.fromkeys(program.inputs, 0)
+    for equation in program.equations:
+        for atom in equation.inputs:
+            uses[atom] = uses.get(atom, 0) + 1
+        uses.update(dict.fromkeys(equation.outputs, 0))
+    for atom in program.outputs:
+        uses[atom] = uses.get(atom, 0) + 1
+    return uses
+
+
 @dataclass
 class _Builder:
     equations: list[Equation] = field(default_factory=list)

@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from . import compat
-from .collectives import Move, cost, layout_cost, priced_moves
+from .collectives import Move, cost, layout_cost, priced_moves, wire_dtype
 from .layout import (
     REPLICATED,
     VARYING,
@@ -35,7 +35,7 @@ from .layout import (
     is_batch,
     local_shape,
 )
-from .program import Atom, Equation, Literal, Program, Var
+from .program import Atom, Equation, Literal, Program, Var, count_uses
 from .rules import Decision, Site, control_flow, replicate, rule_for
 from .rules.core import speaks_of_replicas
 from .schedule import NOTHING, Collective, Demand, Fallback, Schedule, Step
@@ -204,13 +204,14 @@ class Forward:
         if all(o == [REPLICATED] for o in options) and not any(site.wants) and not speaks_of_replicas(site.primitive):
             return replicate(site)
         demands = [self.demand(v, k) for v in equation.outputs]
+        axis = self.axes[k]
 
         def score(decision: Decision) -> tuple[float, float]:
             moved = sum(
-                min(cost(p, target, array.nbytes, site.n) for p in placements)
+                min(cost(p, target, array, axis) for p in placements)
                 for placements, target, array in zip(held, decision.operands, site.inputs, strict=True)
             ) + sum(
-                demand.future(placement, array.nbytes, site.n)
+                demand.future(placement, array, axis)
                 for demand, placement, array in zip(demands, decision.results, site.outputs, strict=True)
             )
             return moved, work(site, decision)
@@ -222,12 +223,14 @@ class Forward:
                     best, best_score = decision, found
         if best is None:
             best = replicate(site)
-            self.note_fallback(equation, site, held, best)
+            self.note_fallback(equation, site, held, best, axis)
         return best
 
-    def note_fallback(self, equation: Equation, site: Site, held: list[list[Placement]], best: Decision) -> None:
+    def note_fallback(
+        self, equation: Equation, site: Site, held: list[list[Placement]], best: Decision, axis: Axis
+    ) -> None:
         moved = sum(
-            min(cost(p, target, array.nbytes, site.n) for p in placements)
+            min(cost(p, target, array, axis) for p in placements)
             for placements, target, array in zip(held, best.operands, site.inputs, strict=True)
         )
         had = ", ".join(sorted({str(p[0]) for p in held if p[0] != REPLICATED}))
@@ -302,7 +305,7 @@ class Forward:
     def collective(self, var: Var, move: Move, moved: float, reader: Equation | None) -> Collective:
         return Collective(
             kind=move.kind,
-            dtype=str(var.array.dtype),
+            dtype=str(wire_dtype(move, var.array.dtype, self.axes[move.axis])),
             shape=var.array.shape,
             bytes=moved,
             axis="+".join(self.axes[move.axis].names),
@@ -338,17 +341,6 @@ def is_draw(equation: Equation) -> bool:
 def at_rest(layout: Layout) -> Layout:
     """The nearest layout that a value may keep outside the step."""
     return tuple(REPLICATED if isinstance(p, Partial) or (isinstance(p, Split) and p.outer > 1) else p for p in layout)
-
-
-def count_uses(program: Program) -> dict[Atom, int]:
-    uses: dict[Atom, int] = dict.fromkeys(program.inputs, 0)
-    for equation in program.equations:
-        for atom in equation.inputs:
-            uses[atom] = uses.get(atom, 0) + 1
-        uses.update(dict.fromkeys(equation.outputs, 0))
-    for atom in program.outputs:
-        uses[atom] = uses.get(atom, 0) + 1
-    return uses
 
 
 def localise(site: Site, decision: Decision) -> Site:

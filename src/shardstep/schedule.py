@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .collectives import cost
-from .layout import REPLICATED, Axis, Layout, Partial, Placement, Replicated, Split, Varying, is_batch
+from .layout import REPLICATED, Array, Axis, Layout, Partial, Placement, Replicated, Split, Varying, is_batch
 from .program import Equation, Program
 from .rules.core import Emit
 
@@ -31,7 +31,7 @@ class Demand:
         splits = tuple(dict.fromkeys(self.splits + other.splits))
         return Demand(splits, self.full or other.full, self.any or other.any, min(self.terms, other.terms))
 
-    def future(self, placement: Placement, nbytes: float, n: int) -> float:
+    def future(self, placement: Placement, array: Array, axis: Axis) -> float:
         """Bytes that a value in this placement will still have to move to please its readers.
 
         Where nobody said what they want, a value that is not whole is charged a quarter of what making it whole costs:
@@ -41,16 +41,16 @@ class Demand:
             return 0.0
         wanted: Placement | None = self.splits[0] if self.splits else REPLICATED if self.full else None
         if wanted is None:
-            whole = cost(placement, REPLICATED, nbytes, n)
+            whole = cost(placement, REPLICATED, array, axis)
             return 0.0 if self.any and isinstance(placement, Split) else whole / 4
         moved = 0.0
         if isinstance(placement, Partial):
-            moved += cost(placement, wanted, nbytes, n) / self.terms
+            moved += cost(placement, wanted, array, axis) / self.terms
             placement = wanted
         elif self.splits and placement not in self.splits and not self.any:
-            moved += cost(placement, wanted, nbytes, n)
+            moved += cost(placement, wanted, array, axis)
         if self.full:
-            moved += cost(placement, REPLICATED, nbytes, n)
+            moved += cost(placement, REPLICATED, array, axis)
         return moved
 
 
