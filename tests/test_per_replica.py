@@ -1,4 +1,4 @@
-"""Steps written for one replica (`axis_name="batch"`), as for `pmap`; `shard_map` of the same function is the reference."""
+"""Steps written for one replica (`axis_name="batch"`), as for `pmap`; the reference is `shard_map`."""
 
 from __future__ import annotations
 
@@ -83,9 +83,6 @@ def test_psum_of_a_constant_counts_replicas():
     assert_update_is_sharded(*agree(step, 8))
 
 
-@pytest.mark.xfail(
-    strict=True, reason="A6: collectives of replicated values keep the user's axis name, which is not bound"
-)
 def test_psum_of_a_replicated_value():
     """A weight is the same on all replicas: its psum is n times it."""
 
@@ -99,9 +96,6 @@ def test_psum_of_a_replicated_value():
     agree(step, 8)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="A6: collectives of replicated values keep the user's axis name, which is not bound"
-)
 @pytest.mark.parametrize("reduce", [lax.pmax, lax.pmin], ids=["pmax", "pmin"])
 @pytest.mark.parametrize("n", [2, 8])
 def test_extremes(reduce, n):
@@ -153,9 +147,6 @@ def test_groups_of_replicas():
 # -- who am I ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(
-    strict=True, reason="A6: collectives of replicated values keep the user's axis name, which is not bound"
-)
 @pytest.mark.parametrize("n", [2, 3, 8])
 def test_axis_index(n):
     def weighted(params, batch):
@@ -164,9 +155,6 @@ def test_axis_index(n):
     assert_update_is_sharded(*agree(step_with(lambda g: lax.pmean(g, "batch"), weighted), n))
 
 
-@pytest.mark.xfail(
-    strict=True, reason="A6: collectives of replicated values keep the user's axis name, which is not bound"
-)
 @pytest.mark.parametrize("n", [2, 8])
 def test_dropout_with_a_key_for_each_replica(n):
     def step(state, batch, key):
@@ -181,7 +169,6 @@ def test_dropout_with_a_key_for_each_replica(n):
 # -- collectives that move examples -----------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(strict=True, reason="A7: the first trace takes the whole batch for one replica's")
 @pytest.mark.parametrize("tiled", [True, False])
 @pytest.mark.parametrize("n", [2, 3, 8])
 def test_all_gather_of_activations(n, tiled):
@@ -323,9 +310,6 @@ def test_a_scan_whose_carry_is_reduced_each_time():
     assert_update_is_sharded(*agree(step_with(lambda g: lax.pmean(g, "batch"), normalised), 8))
 
 
-@pytest.mark.xfail(
-    strict=True, reason="A6: collectives of replicated values keep the user's axis name, which is not bound"
-)
 def test_a_branch_on_a_reduced_condition():
     def skip_bad(gradients):
         gradients = lax.pmean(gradients, "batch")

@@ -18,7 +18,6 @@ from shardstep.rules import Decision
 from shardstep.rules.core import splits
 
 BIG = 96 * 64 * 4
-SCALAR_STATE = pytest.mark.xfail(strict=True, reason="A8: a scalar argument is taken for state: the loss has its shape")
 
 
 def plan_for(step, *arguments, **options):
@@ -61,7 +60,6 @@ def everything():
     return {**state, "frozen": jnp.ones((128, 96)), "count": jnp.zeros((), jnp.int32)}, batch(), 0.1, jax.random.key(0)
 
 
-@SCALAR_STATE
 def test_roles():
     plan = plan_for(everything_step, *everything())
     roles = {leaf.path: leaf.role for leaf in plan.leaves}
@@ -118,7 +116,7 @@ def test_roles_are_found_inside_loops():
         ("state['momentum']['b']", "small: 256 bytes, below min_shard_bytes=16384"),
         ("state['frozen']", "frozen: returned unchanged"),
         ("batch['x']", "the examples"),
-        pytest.param("rate", "an input, not state", marks=SCALAR_STATE),
+        ("rate", "an input, not state"),
     ],
 )
 def test_reasons(path, reason):

@@ -121,7 +121,8 @@ def decide(
     program = captured.program
     examples = _examples(captured, axes)
     plain = [examples.get(i, whole(axes)) for i in range(len(program.inputs))]
-    unsharded = Forward(program, axes, {}, draws=False).run(plain, [None] * len(program.outputs), raw=True)
+    memo: dict[Any, Any] = {}
+    unsharded = Forward(program, axes, {}, memo, draws=False).run(plain, [None] * len(program.outputs), raw=True)
     _check_outputs(captured, unsharded)
     roles = _roles(captured, unsharded)
     chosen, why = _choose_weights(weights)
@@ -131,7 +132,8 @@ def decide(
     for i, o in captured.state.items():
         outputs[o] = inputs[i]
     reasons = tuple(reason for _, reason in rests)
-    return Decided(schedule(program, axes, inputs, outputs), tuple(roles), reasons, chosen, why)
+    decided = schedule(program, axes, inputs, outputs, memo=memo)
+    return Decided(decided, tuple(roles), reasons, chosen, why)
 
 
 def describe(captured: Captured, decided: Decided, mesh: Mesh) -> Plan:

@@ -6,6 +6,7 @@ every later stage sees one flat program. Only control flow keeps bodies, as prog
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +37,9 @@ class Literal:
 Atom = Var | Literal
 
 
+_KINDS: dict[Any, int] = {}
+
+
 @dataclass(frozen=True, eq=False)
 class Equation:
     primitive: Any
@@ -45,6 +49,15 @@ class Equation:
     sources: tuple[Any, ...]  # JAX's SourceInfo of the equation, then of the calls around it
     bodies: tuple[Program, ...] = ()
     effects: frozenset[Any] = field(default_factory=frozenset)
+
+    @functools.cached_property
+    def kind(self) -> Any:
+        """Equal for equations that differ only in which values they read and write."""
+        arrays = tuple(a.array for a in self.inputs), tuple(v.array for v in self.outputs)
+        try:
+            return _KINDS.setdefault((self.primitive, tuple(sorted(self.params.items())), arrays), len(_KINDS))
+        except TypeError:  # parameters that cannot be compared
+            return object()
 
     @property
     def line(self) -> str:

@@ -13,17 +13,16 @@ is smallest.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from . import compat
 from .collectives import Move, cost, layout_cost, priced_moves, wire_dtype
+from .demands import demands_of
 from .layout import (
     REPLICATED,
-    VARYING,
     Array,
     Axis,
     Layout,
@@ -33,8 +32,8 @@ from .layout import (
     Split,
     divides,
     is_batch,
-    local_shape,
 )
+from .offers import combinations, localise, offers, work
 from .program import Atom, Equation, Literal, Program, Var, count_uses
 from .rules import Decision, Site, control_flow, replicate, rule_for
 from .rules.core import speaks_of_replicas
@@ -51,15 +50,17 @@ def schedule(
     wanted: Sequence[tuple[Demand, ...]] | None = None,
     raw: bool = False,
     seen: Sequence[Layout] = (),
+    memo: dict[Any, Any] | None = None,
 ) -> Schedule:
     """Decide a program for given input layouts.
 
     An output of layout None is left as it comes (with `raw`, even partial). `wanted` adds what the surroundings of a
     loop body want of its results.
     """
-    first = Forward(program, axes, {}).run(inputs, outputs, raw, seen)
-    demands = demands_of(first, outputs, wanted, seen)
-    final = Forward(program, axes, demands).run(inputs, outputs, raw, seen)
+    memo = {} if memo is None else memo
+    first = Forward(program, axes, {}, memo).run(inputs, outputs, raw, seen)
+    demands = demands_of(first, outputs, wanted, seen, memo)
+    final = Forward(program, axes, demands, memo).run(inputs, outputs, raw, seen)
     none = (NOTHING,) * len(axes)
     return replace(final, demands=tuple(demands.get(v, none) for v in program.inputs))
 
@@ -96,8 +97,11 @@ class Forms:
 class Forward:
     """One forward walk."""
 
-    def __init__(self, program: Program, axes: tuple[Axis, ...], demands: Demands, draws: bool = True):
+    def __init__(
+        self, program: Program, axes: tuple[Axis, ...], demands: Demands, memo: dict[Any, Decision], draws: bool = True
+    ):
         self.program = program
+        self.memo = memo  # decisions taken before, by kind of equation
         self.draws = draws  # split random numbers that are drawn one row per example
         self.examples: set[int] = set()  # how many examples the batch has
         self.axes = axes
@@ -160,7 +164,7 @@ class Forward:
         seen: Sequence[Layout] = (),
     ) -> Schedule:
         """Schedule the body of a loop or branch. `seen`: the layouts in which readers see the first inputs first."""
-        return schedule(program, self.axes, inputs, outputs, wanted, raw=True, seen=seen)
+        return schedule(program, self.axes, inputs, outputs, wanted, raw=True, seen=seen, memo=self.memo)
 
     def enter(self, body: Schedule, loop: str, times: int = 1) -> None:
         """What a body communicates, the program communicates."""
@@ -205,6 +209,10 @@ class Forward:
             return replicate(site)
         demands = [self.demand(v, k) for v in equation.outputs]
         axis = self.axes[k]
+        # steps repeat themselves: every leaf goes through the same optimizer, every layer through the same block
+        key = (equation.kind, k, _marked(options), _marked(held), tuple(demands), site.wants)
+        if not k and (known := self.memo.get(key)):
+            return known
 
         def score(decision: Decision) -> tuple[float, float]:
             moved = sum(
@@ -224,6 +232,8 @@ class Forward:
         if best is None:
             best = replicate(site)
             self.note_fallback(equation, site, held, best, axis)
+        elif not k:  # the sites of further axes depend on what the axes before decided
+            self.memo[key] = best
         return best
 
     def note_fallback(
@@ -334,6 +344,11 @@ class Forward:
             self.origins.update(dict.fromkeys(equation.outputs, origins))
 
 
+def _marked(placements: list[list[Placement]]) -> tuple[tuple[tuple[Placement, bool], ...], ...]:
+    """Placements with what their equality leaves out: whether they carry the examples."""
+    return tuple(tuple((p, is_batch(p)) for p in choices) for choices in placements)
+
+
 def is_draw(equation: Equation) -> bool:
     return equation.primitive is compat.primitive("random_bits")
 
@@ -341,184 +356,3 @@ def is_draw(equation: Equation) -> bool:
 def at_rest(layout: Layout) -> Layout:
     """The nearest layout that a value may keep outside the step."""
     return tuple(REPLICATED if isinstance(p, Partial) or (isinstance(p, Split) and p.outer > 1) else p for p in layout)
-
-
-def localise(site: Site, decision: Decision) -> Site:
-    """The equation that the next axis sees."""
-    inputs = tuple(
-        Array(local_shape(a.shape, p, site.n), a.dtype) for a, p in zip(site.inputs, decision.operands, strict=True)
-    )
-    outputs = tuple(
-        Array(local_shape(a.shape, p, site.n), a.dtype) for a, p in zip(site.outputs, decision.results, strict=True)
-    )
-    params = site.params if decision.params is None else decision.params
-    return Site(site.primitive, params, inputs, outputs, 1)
-
-
-def offers(site: Site, placements: tuple[Placement, ...]) -> Iterator[Decision]:
-    """The decisions that are right for these placements and cut every value evenly."""
-    if VARYING in placements and not speaks_of_replicas(site.primitive):
-        # a replica's own value: the equation runs on each replica, as the user wrote it
-        operands = tuple(VARYING if p == VARYING else REPLICATED for p in placements)
-        yield Decision(operands, (VARYING,) * len(site.outputs))
-        return
-    rule = rule_for(site.primitive)
-    if all(p == REPLICATED for p in placements) and not speaks_of_replicas(site.primitive):
-        yield replicate(site)
-        if not any(site.wants):
-            return
-    found = rule(site, placements) if rule else None
-    if found is None:
-        return
-    for decision in [found] if isinstance(found, Decision) else found:
-        pairs = zip(site.inputs + site.outputs, decision.operands + decision.results, strict=True)
-        if all(not isinstance(p, Split) or divides(a.shape, p, site.n) for a, p in pairs):
-            yield decision
-
-
-def combinations(options: list[list[Placement]]) -> Iterator[tuple[Placement, ...]]:
-    """Every way to offer the operands; with many operands, those that change one or all of them."""
-    if math.prod(map(len, options)) <= 32:
-        yield from itertools.product(*options)
-        return
-    home = tuple(o[0] for o in options)
-    yield home
-    yield tuple(o[-1] for o in options)
-    for i, choices in enumerate(options):
-        for choice in choices[1:]:
-            yield (*home[:i], choice, *home[i + 1 :])
-
-
-def work(site: Site, decision: Decision) -> float:
-    """Elements that a replica touches: of two right answers that move the same bytes, take the smaller."""
-    pairs = zip(site.inputs + site.outputs, decision.operands + decision.results, strict=True)
-    return sum(a.size / (site.n if isinstance(p, Split) else 1) for a, p in pairs)
-
-
-# -- the backward walk --------------------------------------------------------------------------------------------
-
-
-def demands_of(
-    first: Schedule,
-    outputs: Sequence[Layout | None],
-    wanted: Sequence[tuple[Demand, ...]] | None,
-    seen: Sequence[Layout],
-) -> dict[Atom, tuple[Demand, ...]]:
-    """What the readers of each value want of it, seen from the end of the program."""
-    backward = Backward(first, seen)
-    for i, (atom, layout) in enumerate(zip(first.program.outputs, outputs, strict=True)):
-        for k in range(len(first.axes)):
-            if layout is not None:
-                backward.ask(atom, k, demand_for(layout[k]))
-            if wanted is not None:
-                backward.ask(atom, k, wanted[i][k])
-    for step in reversed(first.steps):
-        backward.visit(step)
-    return backward.demands
-
-
-def demand_for(placement: Placement) -> Demand:
-    match placement:
-        case Split():
-            return Demand((placement,))
-        case Replicated():
-            return Demand(full=True)
-    return NOTHING
-
-
-class Backward:
-    def __init__(self, first: Schedule, seen: Sequence[Layout]):
-        self.axes = first.axes
-        self.demands: dict[Atom, tuple[Demand, ...]] = {}
-        self.nothing = (NOTHING,) * len(first.axes)
-        self.homes: dict[Atom, Layout] = dict(zip(first.program.inputs, first.inputs, strict=True))
-        self.homes.update(zip(first.program.inputs, seen, strict=False))
-        for step in first.steps:
-            self.homes.update(zip(step.equation.outputs, step.results, strict=True))
-
-    def ask(self, atom: Atom, k: int, demand: Demand) -> None:
-        if demand is NOTHING or isinstance(atom, Literal):
-            return
-        known = list(self.demands.get(atom, self.nothing))
-        known[k] = known[k] | demand
-        self.demands[atom] = tuple(known)
-
-    def visit(self, step: Step) -> None:
-        equation = step.equation
-        if equation.bodies:
-            control_flow.demand(self, step)
-            return
-        arrays = tuple(a.array for a in equation.inputs)
-        results = tuple(v.array for v in equation.outputs)
-        for k, axis in enumerate(self.axes):
-            # Shapes along the other axes do not matter for what is asked here: a trial on whole shapes will do.
-            site = Site(equation.primitive, equation.params, arrays, results, axis.size)
-            self.visit_axis(step, k, site)
-
-    def visit_axis(self, step: Step, k: int, site: Site) -> None:
-        equation = step.equation
-        homes = [self.homes[a][k] if a in self.homes else REPLICATED for a in equation.inputs]
-        meets_batch = any(map(is_batch, homes))
-        asked = [self.demands.get(v, self.nothing)[k] for v in equation.outputs]
-        for atom, home, layout in zip(equation.inputs, homes, step.operands, strict=True):
-            target = layout[k]
-            if isinstance(target, Split):
-                self.ask(atom, k, Demand((target,)))
-            elif isinstance(target, Replicated) and (isinstance(home, Split) or (meets_batch and not is_batch(home))):
-                self.ask(atom, k, Demand(full=True))
-        if meets_batch:
-            return
-        summed = sum(isinstance(h, Partial) for h in homes) if isinstance(step.results[0][k], Partial) else 1
-        for r, demand in enumerate(asked):
-            terms = demand.terms * max(summed, 1)
-            for split in demand.splits[:2]:
-                if trial := trial_for(site, r, split):
-                    for atom, placement in zip(equation.inputs, trial.operands, strict=True):
-                        if isinstance(placement, Split):
-                            self.ask(atom, k, Demand((placement,), terms=terms))
-            if demand.full or demand.any:
-                for i in carried(site, r):
-                    self.ask(equation.inputs[i], k, Demand(full=demand.full, any=demand.any, terms=terms))
-        for i in condensed(site):
-            self.ask(equation.inputs[i], k, Demand(any=True))
-
-
-def trial_for(site: Site, r: int, split: Split) -> Decision | None:
-    """Which splits of the operands make result r come out as `split`?"""
-    for i in sorted(range(len(site.inputs)), key=lambda i: -site.inputs[i].size):
-        ndim = site.inputs[i].ndim
-        for dim in sorted(range(ndim), key=lambda d: d != split.dim):
-            for outer in dict.fromkeys((1, split.outer)):
-                tried = split.on(dim, outer)
-                if divides(site.inputs[i].shape, tried, site.n):
-                    placements = tuple(tried if j == i else REPLICATED for j in range(len(site.inputs)))
-                    for decision in offers(site, placements):
-                        if decision.results[r] == split and decision.operands[i] == tried:
-                            return decision
-    return None
-
-
-def carried(site: Site, r: int) -> list[int]:
-    """The operands that pass a split on to result r: whoever wants r whole wants them whole."""
-    return [i for i in range(len(site.inputs)) if _some_split(site, i, lambda d: isinstance(d.results[r], Split))]
-
-
-def condensed(site: Site) -> list[int]:
-    """The operands that a sum makes small: any split of them will do, since what is left to reduce is little."""
-    largest = max((a.size for a in site.outputs), default=0)
-    return [
-        i
-        for i, array in enumerate(site.inputs)
-        if array.size >= 16 * largest and _some_split(site, i, lambda d: all(isinstance(p, Partial) for p in d.results))
-    ]
-
-
-def _some_split(site: Site, i: int, accept: Callable[[Decision], bool]) -> bool:
-    """Is there a split of operand i (all others replicated) for which the rule offers an acceptable decision?"""
-    for dim in range(site.inputs[i].ndim):
-        tried = Split(dim)
-        if divides(site.inputs[i].shape, tried, site.n):
-            placements = tuple(tried if j == i else REPLICATED for j in range(len(site.inputs)))
-            if any(d.operands[i] == tried and accept(d) for d in offers(site, placements)):
-                return True
-    return False

@@ -21,7 +21,8 @@ from ..program import Atom, Equation, Program, Var
 from ..schedule import NOTHING, Demand, Schedule, Step
 
 if TYPE_CHECKING:
-    from ..propagate import Backward, Forward
+    from ..demands import Backward
+    from ..propagate import Forward
 
 _SCAN, _WHILE, _COND = (compat.primitive(name) for name in ("scan", "while", "cond"))
 
