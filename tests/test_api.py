@@ -848,6 +848,16 @@ def test_a_plan_runs_nothing_on_devices():
     assert count == [0] and plan.leaves
 
 
+def test_a_sharded_step_can_be_traced_itself():
+    """`jax.eval_shape`, or a jitted function around it, as for any jitted function."""
+    sharded, arguments = shardstep.shard(adam_step), (adam_state(), batch())
+    expected = jax.jit(adam_step)(*arguments)
+    found = jax.eval_shape(sharded, *arguments)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), found) == jax.tree.map(lambda x: (x.shape, x.dtype), expected)
+    assert_same(jax.jit(sharded)(*arguments), expected)
+    assert not any(deleted(arguments))
+
+
 # -- check ------------------------------------------------------------------------------------------------------------
 
 

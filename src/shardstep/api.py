@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from . import interpreter
-from .arguments import Call, Signature, abstract, as_tuple
+from .arguments import Call, Signature, as_tuple, shape_of
 from .batch import Batch
 from .capture import Captured, capture, refuse, uses_axis
 from .errors import ShardstepError
@@ -244,8 +244,8 @@ class Rewritten:
 
     def lower(self) -> jax.stages.Lowered:
         shapes = [
-            jax.ShapeDtypeStruct(shape.shape, shape.dtype, weak_type=shape.weak_type, sharding=sharding)
-            for shape, sharding in zip(map(abstract, self.captured.call.leaves), self.shardings, strict=True)
+            jax.ShapeDtypeStruct(*shape_of(leaf), sharding=sharding)
+            for leaf, sharding in zip(self.captured.call.leaves, self.shardings, strict=True)
         ]
         return self._run.lower(*shapes, *self.constants)
 

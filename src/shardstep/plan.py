@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
 from itertools import repeat
 from typing import Any
@@ -148,7 +149,7 @@ def describe(captured: Captured, decided: Decided, mesh: Mesh) -> Plan:
         why_weights=decided.why_weights,
         leaves=leaves,
         collectives=ours.collectives,
-        fallbacks=ours.fallbacks,
+        fallbacks=_merged(ours.fallbacks),
         state_bytes=Total(sum(x.bytes_before for x in state), sum(x.bytes_after for x in state)),
         wire_bytes=Total(sum(c.total for c in baseline.collectives), sum(c.total for c in ours.collectives)),
         update_flops=Total(_update_work(baseline), _update_work(ours)),
@@ -266,6 +267,14 @@ def _check_outputs(captured: Captured, unsharded: Schedule) -> None:
                 f"the state leaf {captured.paths[i]} would differ between replicas: the step computes it from one"
                 f" replica's batch. Reduce it over the replicas, e.g. with lax.pmean(x, {captured.axis_name!r})."
             )
+
+
+def _merged(fallbacks: Sequence[Fallback]) -> tuple[Fallback, ...]:
+    """One entry for each line and reason."""
+    moved: dict[tuple[str, str, str], float] = {}
+    for f in fallbacks:
+        moved[f.primitive, f.why, f.line] = moved.get((f.primitive, f.why, f.line), 0.0) + f.bytes
+    return tuple(Fallback(primitive, why, nbytes, line) for (primitive, why, line), nbytes in moved.items())
 
 
 def _update_work(decided: Schedule) -> float:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 
+from .arguments import shape_of
 from .errors import ShardstepError
 
 
@@ -20,26 +23,38 @@ def place(
     Of what is not and will be donated, a copy is laid out: `jax.device_put` may share memory with its argument (even
     when told not to), and donating that memory would take the user's own array away.
     """
-    placed, moving, seen = list(leaves), [], set[int]()
+    placed, moving = list(leaves), []
+    held = Counter(map(id, leaves))
     for i, (x, sharding) in enumerate(zip(leaves, shardings, strict=True)):
         if not _in_place(x, sharding):
             _check_devices(x, sharding, paths[i])
             moving.append(i)
-        elif i in donated and id(x) in seen:
-            placed[i] = jnp.copy(x)  # the same array twice: memory can be donated only once
-        seen.add(id(x))
+        elif i in donated and held[id(x)] > 1:
+            placed[i] = jnp.copy(x)  # the same array elsewhere among the arguments: only a copy may be given away
     if moving:
-        sources = [jnp.copy(x) if i in donated and isinstance(x := leaves[i], jax.Array) else leaves[i] for i in moving]
-        moved = jax.device_put(sources, [shardings[i] for i in moving])
-        for i, x in zip(moving, moved, strict=True):
+        sources = [_own(leaves[i]) if i in donated else _strong(leaves[i]) for i in moving]
+        for i, x in zip(moving, jax.device_put(sources, [shardings[i] for i in moving]), strict=True):
             placed[i] = x
     return placed
 
 
 def _in_place(x: Any, sharding: NamedSharding) -> bool:
-    if not isinstance(x, jax.Array) or x.is_deleted():
+    if isinstance(x, jax.core.Tracer):
+        return True  # the sharded step is itself being traced (eval_shape, jit): whoever runs it lays it out
+    if not isinstance(x, jax.Array) or x.is_deleted() or x.aval.weak_type:
         return False
     return x.sharding == sharding or (x.committed and x.sharding.is_equivalent_to(sharding, x.ndim))
+
+
+def _own(x: Any) -> Any:
+    return jnp.copy(_strong(x)) if isinstance(x, jax.Array) else _strong(x)
+
+
+def _strong(x: Any) -> Any:
+    """Without JAX's weak type, which Python numbers have: the traced program has settled all types."""
+    if isinstance(x, jax.Array):
+        return x.astype(x.dtype) if x.aval.weak_type and not x.is_deleted() else x
+    return np.asarray(x, shape_of(x)[1]) if np.isscalar(x) else x
 
 
 def _check_devices(x: Any, sharding: NamedSharding, path: str) -> None:
