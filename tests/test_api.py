@@ -447,7 +447,6 @@ def test_a_python_number_in_the_state_is_traced_once():
     assert len(traces) == 1
 
 
-@pytest.mark.xfail(strict=True, reason="A1b: compiled for weakly typed state, then again for strongly typed")
 def test_the_second_step_compiles_nothing():
     sharded = shardstep.shard(counting_step([]))
     batches = [batch(i) for i in range(3)]
@@ -735,7 +734,6 @@ def test_a_placed_state_that_holds_one_array_twice():
     assert_same(sharded(state, batch()), expected)
 
 
-@pytest.mark.xfail(run=False, reason="A9: memory is donated that another argument uses, which XLA answers with a crash")
 def test_an_array_that_is_state_and_another_argument():
     """A reference policy that starts as the policy."""
 

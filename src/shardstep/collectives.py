@@ -69,10 +69,14 @@ def cost(source: Placement, target: Placement, array: Array, axis: Axis) -> floa
     """Bytes on the wire for one placement to become another; infinite where it cannot."""
     if source == target:
         return 0.0
-    if isinstance(source, Varying):
+    if isinstance(source, Varying) or _dealt(source) != _dealt(target):
         return math.inf
     strided = any(isinstance(p, Split) and p.dim > 0 for p in (source, target))
     return wire_bytes(Move(0, source, target), array.size, array.dtype, axis) * (_STRIDED if strided else 1)
+
+
+def _dealt(placement: Placement) -> bool:
+    return isinstance(placement, Split) and placement.dealt
 
 
 def moves(source: Layout, target: Layout) -> Iterator[Move]:

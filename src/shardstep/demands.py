@@ -7,7 +7,7 @@ from typing import Any
 
 from .layout import REPLICATED, Layout, Partial, Placement, Replicated, Split, is_batch
 from .offers import carried, condensed, trial_for
-from .program import Atom, Equation, Literal
+from .program import Atom, Equation, Literal, count_uses
 from .rules import Site, control_flow
 from .schedule import NOTHING, Demand, Schedule, Step
 
@@ -18,9 +18,10 @@ def demands_of(
     wanted: Sequence[tuple[Demand, ...]] | None,
     seen: Sequence[Layout],
     memo: dict[Any, Any],
+    reschedule: Callable[..., Schedule],
 ) -> dict[Atom, tuple[Demand, ...]]:
     """What the readers of each value want of it, seen from the end of the program."""
-    backward = Backward(first, seen, memo)
+    backward = Backward(first, seen, memo, reschedule)
     for i, (atom, layout) in enumerate(zip(first.program.outputs, outputs, strict=True)):
         for k in range(len(first.axes)):
             if layout is not None:
@@ -42,11 +43,16 @@ def demand_for(placement: Placement) -> Demand:
 
 
 class Backward:
-    def __init__(self, first: Schedule, seen: Sequence[Layout], memo: dict[Any, Any]):
+    def __init__(
+        self, first: Schedule, seen: Sequence[Layout], memo: dict[Any, Any], reschedule: Callable[..., Schedule]
+    ):
         self.axes = first.axes
         self.memo = memo
         self.demands: dict[Atom, tuple[Demand, ...]] = {}
         self.nothing = (NOTHING,) * len(first.axes)
+        self.uses = count_uses(first.program)
+        self.producers = {v: e for e in first.program.equations for v in e.outputs}
+        self.reschedule = reschedule
         self.homes: dict[Atom, Layout] = dict(zip(first.program.inputs, first.inputs, strict=True))
         self.homes.update(zip(first.program.inputs, seen, strict=False))
         for step in first.steps:
@@ -57,6 +63,12 @@ class Backward:
             return
         known = list(self.demands.get(atom, self.nothing))
         known[k] = known[k] | demand
+        self.demands[atom] = tuple(known)
+
+    def demand_only(self, atom: Atom, k: int, demand: Demand) -> None:
+        """Replace whatever was asked before."""
+        known = list(self.demands.get(atom, self.nothing))
+        known[k] = demand
         self.demands[atom] = tuple(known)
 
     def visit(self, step: Step) -> None:

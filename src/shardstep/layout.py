@@ -26,14 +26,16 @@ class Replicated:
 class Split:
     """Each replica along the axis holds one block of dimension `dim`.
 
-    With `outer > 1` the dimension is read as `(outer, rest)` and `rest` is what is split: this is how a
-    batch survives `(T, B) -> (T*B)`. `batch` records that the split comes from the examples, not from the
-    state; it never makes two placements differ, it only says who yields when the two meet.
+    With `outer > 1` the dimension is read as `(outer, rest)` and `rest` is what is split: this is how a batch survives
+    `(T, B) -> (T*B)`. `dealt`: the blocks hold the examples in another order, which is only given to readers that do
+    not mind (see `rules/microbatches.py`). `batch` records that the split comes from the examples, not from the state;
+    it never makes two placements differ, it only says who yields when the two meet.
     """
 
     dim: int
     outer: int = 1
     batch: bool = field(default=False, compare=False)
+    dealt: bool = False
 
     def on(self, dim: int, outer: int = 1) -> Split:
         """The same split, carried to another dimension."""

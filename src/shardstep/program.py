@@ -154,8 +154,11 @@ class _Builder:
         for eqn in jaxpr.eqns:
             inputs = [read(a) for a in eqn.invars]
             sources = (eqn.source_info, *calls)
+            outputs: Sequence[Atom]
             if eqn.primitive in _CALLS:
                 outputs = self._call(eqn, inputs, sources)
+            elif eqn.primitive is _P("convert_element_type") and inputs[0].array.dtype == eqn.outvars[0].aval.dtype:
+                outputs = inputs  # only a weak type was dropped
             else:
                 outputs = self._equation(eqn, inputs, sources)
             env.update(zip(eqn.outvars, outputs, strict=True))

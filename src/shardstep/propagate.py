@@ -59,7 +59,7 @@ def schedule(
     """
     memo = {} if memo is None else memo
     first = Forward(program, axes, {}, memo).run(inputs, outputs, raw, seen)
-    demands = demands_of(first, outputs, wanted, seen, memo)
+    demands = demands_of(first, outputs, wanted, seen, memo, schedule)
     final = Forward(program, axes, demands, memo).run(inputs, outputs, raw, seen)
     none = (NOTHING,) * len(axes)
     return replace(final, demands=tuple(demands.get(v, none) for v in program.inputs))

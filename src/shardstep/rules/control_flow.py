@@ -19,6 +19,7 @@ from ..errors import ShardstepError
 from ..layout import REPLICATED, Layout, Partial, Placement, Replicated, Split, Varying, divides, is_batch
 from ..program import Atom, Equation, Program, Var
 from ..schedule import NOTHING, Demand, Schedule, Step
+from .microbatches import DEALT, may_deal
 
 if TYPE_CHECKING:
     from ..demands import Backward
@@ -40,6 +41,9 @@ def demand(backward: Backward, step: Step) -> None:
     for k in range(len(backward.axes)):
         for atom, wanted in zip(step.equation.inputs, _entering(step, k), strict=True):
             backward.ask(atom, k, wanted)
+        if step.equation.primitive is _SCAN and may_deal(backward, step, k):
+            for atom in step.equation.inputs[sum(compat.scan_counts(step.equation.params)) :]:
+                backward.demand_only(atom, k, Demand((DEALT,)))
 
 
 def met_batch(step: Step) -> list[int]:

@@ -101,6 +101,15 @@ def _reshaped(site: Site, split: Split) -> Split | None:
     return None
 
 
+def reshape(site: Site, placements: tuple[Placement, ...]) -> Decision | Sequence[Decision] | None:
+    wanted = site.wants[0] if site.wants else None
+    if wanted is not None and wanted.dealt and placements == (Split(0),):
+        # each replica makes microbatches of its own examples; asked for only by readers that do not mind which
+        sizes = site.local(site.new_sizes, wanted)
+        return Decision(placements, (wanted,), site.with_params(new_sizes=sizes))
+    return movement(_reshaped, "new_sizes")(site, placements)
+
+
 def _transposed(site: Site, split: Split) -> Split:
     return split.on(site.permutation.index(split.dim), split.outer)
 
@@ -224,7 +233,7 @@ def tie(site: Site, placements: tuple[Placement, ...]) -> Decision:
 
 _P = compat.primitives
 
-register(movement(_reshaped, "new_sizes"), *_P("reshape"))
+register(reshape, *_P("reshape"))
 register(movement(_transposed), *_P("transpose"))
 register(movement(_squeezed), *_P("squeeze"))
 register(movement(_stacked), *_P("stack"))
