@@ -7,14 +7,116 @@ report) and printed (`pytest -rA`).
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from agreement import F32, differences
+from agreement import difference, numbers, weakest_gradients
 from jax.sharding import Mesh
+from jax.tree_util import keystr, tree_leaves_with_path
 from optimizers import OPTIMIZERS, optimizer_step
 
 import shardstep
 
 BATCH, REPLICAS = 16, 8
+
+# Where the planner is not yet good enough. Strict: whoever mends it removes the line.
+COSTS_MORE = {
+    "adaptive_grad_clip": "unit-wise norms run over the split dimension: they are reduced, which is 0.6% more",
+    "measure_with_ema": "the gradient is all-reduced for its square's sum instead of scattered",
+    "muon": "the iterations gather the matrix in every round instead of once",
+    "sm3": "row and column maxima run over the split dimension: they are reduced, which is 1% more",
+}
+STAYS_WHOLE = dict.fromkeys(
+    ("dog", "dowg", "scale_by_distance_over_gradients"), "the first weights are frozen state, and rest replicated"
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_to_compile():
+    """Three steps of a small program: compiling it well would take longer than running it badly."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+class Training:
+    """Three steps with one optimizer: plain, plain on reordered examples, sharded."""
+
+    def __init__(self, name: str):
+        self.step, *start, self.batches = optimizer_step(name, batch=BATCH)
+        self.start = tuple(start)
+        mesh = Mesh(np.array(jax.devices()[:REPLICAS]), ("data",))
+        self.sharded = shardstep.shard(self.step, mesh, batch_argnums=2)
+        self.plan = self.sharded.plan(*self.start, self.batches[0])
+
+    def run(self, step, order=slice(None)) -> list[Any]:
+        """What is left after the three steps: the states (plain runs: all of them), each with its loss."""
+        states = [(self.start, jnp.zeros(()))]
+        for batch in self.batches:
+            *state, loss = step(*states[-1][0], jax.tree.map(lambda x: x[order], batch))
+            states.append((tuple(state), loss))
+        return states
+
+    @functools.cached_property
+    def plain(self):
+        return jax.jit(self.step)
+
+    @functools.cached_property
+    def reordered(self) -> Any:
+        return self.run(self.plain, np.random.default_rng(0).permutation(BATCH))[-1]
+
+
+@functools.lru_cache(maxsize=1)
+def training(name: str) -> Training:
+    return Training(name)
+
+
+def apart(a: Any, b: Any) -> float:
+    return float(np.abs(numbers(a) - numbers(b)).max(initial=0.0))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_same_numbers(name):
+    """To 1e-5, or where the optimizer itself blows rounding up, to what the order of the examples does to it.
+
+    Some optimizers take differences of nearly equal numbers, the sign of nothing, a ratio of noise to noise. What that
+    does to a plain run is seen by giving it the same examples in another order; ten times that is the most a sharded
+    run may be off.
+    """
+    t = training(name)
+    states = t.run(t.plain)
+    ours = t.run(t.sharded)[-1]
+    assert jax.tree.structure(ours) == jax.tree.structure(states[-1])
+    strengths = weakest_gradients(states[1:])
+    leaves = [jax.tree.leaves(x) for x in (states[0], ours)]
+    for i, (path, expected) in enumerate(tree_leaves_with_path(states[-1])):
+        origin, mine = (x[i] for x in leaves)
+        if reason := difference(mine, expected, origin, strengths.get(i), 1e-5):
+            assert jnp.issubdtype(expected.dtype, jnp.inexact), f"{keystr(path)}: {reason}"
+            noise = apart(jax.tree.leaves(t.reordered)[i], expected)
+            assert apart(mine, expected) <= 10 * noise, f"{keystr(path)}: {reason}"
+
+
+def excused(names: dict[str, str]):
+    reasons = {name: [pytest.mark.xfail(reason=why, raises=AssertionError)] for name, why in names.items()}
+    return [pytest.param(name, marks=reasons.get(name, [])) for name in OPTIMIZERS]
+
+
+@pytest.mark.parametrize("name", excused(COSTS_MORE))
+def test_never_more_on_the_wire(name):
+    wire = training(name).plan.wire_bytes
+    assert wire.sharded <= wire.replicated * 1.001 + 1024
+
+
+@pytest.mark.parametrize("name", excused(STAYS_WHOLE))
+def test_the_state_is_sharded(name, record_property):
+    state = [leaf for leaf in training(name).plan.leaves if leaf.role == "auxiliary"]
+    total = sum(leaf.bytes_before for leaf in state)
+    share = sum(leaf.bytes_before for leaf in state if "split" in leaf.layout) / total if total else 1.0
+    record_property("sharded_share", round(share, 4))
+    print(f"{name}: {share:.1%} of {total} bytes are sharded")
+    if OPTIMIZERS[name].elementwise:
+        assert share >= 0.95

@@ -104,9 +104,10 @@ class Backward:
                     for atom, placement in zip(equation.inputs, trial.operands, strict=True):
                         if isinstance(placement, Split):
                             self.ask(atom, k, Demand((placement,), terms=terms))
-            if demand.full or demand.any:
+            full = demand.full and not isinstance(step.results[r][k], Split)  # a split result is gathered as it is
+            if full or demand.any:
                 for i in self.asked_before(equation, k, carried, site, r):
-                    self.ask(equation.inputs[i], k, Demand(full=demand.full, any=demand.any, terms=terms))
+                    self.ask(equation.inputs[i], k, Demand(full=full, any=demand.any, terms=terms))
         for i in self.asked_before(equation, k, condensed, site):
             self.ask(equation.inputs[i], k, Demand(any=True))
 

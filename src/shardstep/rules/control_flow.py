@@ -230,7 +230,9 @@ def _decide_cond(forward: Forward, equation: Equation) -> Step:
                 f" ({body.collectives[0].kind} for {body.collectives[0].purpose}): replicas would wait for each other"
                 " for ever. Reduce the condition first, e.g. with lax.pmax(x, axis_name)."
             )
-        forward.enter(body, _describe(equation))
+    largest = max(bodies, key=lambda body: sum(c.total for c in body.collectives))
+    for body in bodies:  # one of them runs: the largest counts
+        forward.enter(body, _describe(equation), times=int(body is largest))
     return Step(equation, (chosen, *entering), tuple(r for r in results if r), equation.params, bodies=bodies)
 
 
