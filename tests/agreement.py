@@ -9,8 +9,9 @@ rounding noise included. With `way` the longest way that any element of a weight
     |error of a step| = way |error of the gradient| / sqrt(nu) <= way tolerance max sqrt(nu) / sqrt(nu)
 
 so a weight may be off by `tolerance` of its largest value or by that, whichever is more, and by no more than `2 way`
-(two opposite steps) where a gradient was numerically zero. `nu` is the leaf of the same shape under the same path:
-`opt.nu["dense"]["w"]` belongs to `params["dense"]["w"]`. It is read after every step: a later gradient hides an early zero.
+(two opposite steps) where a gradient was numerically zero. `nu` is the leaf of the same shape under the same path
+(`opt.nu["dense"]["w"]` belongs to `params["dense"]["w"]`), read after every step: a later gradient hides an early zero.
+A leaf that is stored in bf16 may also have been rounded the other way.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def difference(ours: Any, theirs: Any, origin: Any, strength: np.ndarray | None,
         return "" if (a == b).all() else f"{(a != b).sum()} of {a.size} elements differ"
     apart = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))
     largest = np.abs(b).max(initial=0.0)
-    allowed = np.full(a.shape, tolerance * largest)
+    allowed = np.maximum(tolerance * largest, float(jnp.finfo(theirs.dtype).eps) * np.abs(b))
     if strength is not None:
         way = np.abs(b - numbers(origin)).max(initial=0.0)
         allowed = np.maximum(allowed, way * np.minimum(tolerance / np.maximum(strength, TINY), 2))

@@ -38,8 +38,8 @@ RUNS = (
     *((name, n) for name in OTHERS for n in (3, 8) if n == 8 or name not in SLOW_TO_COMPILE),
 )
 
-# In bf16 and float16 each replica rounds its term of a gradient before the terms are added: eight terms of 2^-9 each, and
-# twice that in a square. `jax.jit` itself, given the same batch split over eight devices, is as far from one device.
+# In bf16 each replica rounds its term of a gradient before the terms are added: eight roundings of 2^-9, and twice that
+# in a square. `jax.jit` itself, given the same batch split over eight devices, is as far from one device.
 HALF = 2**-4
 HALF_METRICS = 2**-7
 HALF_PRECISION = ("transformer_bf16", "ema_and_masters", "loss_scaling")

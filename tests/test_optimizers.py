@@ -69,7 +69,7 @@ class Training:
         return self.run(self.plain, np.random.default_rng(0).permutation(BATCH))[-1]
 
 
-@functools.lru_cache(maxsize=1)
+@functools.cache
 def training(name: str) -> Training:
     return Training(name)
 

@@ -26,7 +26,7 @@ from .layout import (
     show,
 )
 from .options import Options
-from .program import Var
+from .program import Var, count_uses
 from .propagate import Forward, schedule, whole
 from .report.text import table
 from .schedule import Collective, Fallback, Schedule
@@ -127,7 +127,11 @@ def decide(
     _check_outputs(captured, unsharded)
     roles = _roles(captured, unsharded)
     chosen, why = _choose_weights(weights)
-    rests = [_rest(v.array, role, chosen, axes, shared, options) for v, role in zip(program.inputs, roles, strict=True)]
+    uses = count_uses(program)
+    rests = []
+    for i, (var, role) in enumerate(zip(program.inputs, roles, strict=True)):
+        updating = role == "frozen" and uses[var] > 1 and i not in unsharded.met_batch  # the update alone reads it
+        rests.append(_rest(var.array, "auxiliary" if updating else role, chosen, axes, shared, options))
     inputs = [examples.get(i, layout) for i, (layout, _) in enumerate(rests)]
     outputs: list[Layout | None] = [None] * len(program.outputs)
     for i, o in captured.state.items():

@@ -35,7 +35,7 @@ from .layout import (
 )
 from .offers import combinations, localise, offers, work
 from .program import Atom, Equation, Literal, Program, Var, count_uses
-from .rules import Decision, Site, control_flow, replicate, rule_for
+from .rules import Decision, Site, control_flow, microbatches, replicate, rule_for
 from .rules.core import speaks_of_replicas
 from .schedule import NOTHING, Collective, Demand, Fallback, Schedule, Step
 
@@ -210,15 +210,14 @@ class Forward:
         demands = [self.demand(v, k) for v in equation.outputs]
         axis = self.axes[k]
         # steps repeat themselves: every leaf goes through the same optimizer, every layer through the same block
-        key = (equation.kind, k, _marked(options), _marked(held), tuple(demands), site.wants)
+        same = tuple(equation.inputs.index(a) for a in equation.inputs)  # x * x converts x once
+        key = (equation.kind, k, same, _marked(options), _marked(held), tuple(demands), site.wants)
         if not k and (known := self.memo.get(key)):
             return known
 
         def score(decision: Decision) -> tuple[float, float]:
-            moved = sum(
-                min(cost(p, target, array, axis) for p in placements)
-                for placements, target, array in zip(held, decision.operands, site.inputs, strict=True)
-            ) + sum(
+            targets = dict.fromkeys(zip(same, decision.operands, strict=True))
+            moved = sum(min(cost(p, target, site.inputs[i], axis) for p in held[i]) for i, target in targets) + sum(
                 demand.future(placement, array, axis)
                 for demand, placement, array in zip(demands, decision.results, site.outputs, strict=True)
             )
@@ -291,11 +290,13 @@ class Forward:
     def split_again(self, equation: Equation) -> None:
         """Examples that an equation needed whole are split again behind it (a free slice): its readers share them."""
         for k, axis in enumerate(self.axes):
-            dims = [p.dim for a in equation.inputs if isinstance(p := self.home(a)[k], Split) and p.batch]
-            for var in equation.outputs if dims else ():
+            examples = [(a, p.dim) for a in equation.inputs if isinstance(p := self.home(a)[k], Split) and p.batch]
+            for var in equation.outputs if examples else ():
                 layout = self.forms[var].home
-                splits = [Split(d, batch=True) for d in (dims[0], dims[0] + 1)]
-                fitting = [s for s in splits if divides(var.array.shape, s, axis.size)]
+                (whole, dim), shape = examples[0], var.array.shape
+                cut = microbatches.cuts(whole.array.shape, shape, dim)  # (B, ...) -> (M, B // M, ...)
+                splits = [Split(d, batch=True) for d in ((dim, dim + 1) if cut else (dim,))]
+                fitting = [s for s in splits if divides(shape, s, axis.size)]
                 if fitting and layout[k] == REPLICATED:
                     again = (*layout[:k], fitting[0], *layout[k + 1 :])
                     self.forms[var].held = {again: None, **self.forms[var].held}
@@ -311,6 +312,13 @@ class Forward:
             self.collectives += [self.collective(atom, *m, reader) for m in moved if m[0].kind != "local"]
             forms.held[target] = None
         return target
+
+    def price(self, atom: Atom, target: Layout) -> float:
+        """Bytes on the wire to hold a value in this layout."""
+        if isinstance(atom, Literal):
+            return 0.0
+        forms = self.forms[atom]
+        return layout_cost(forms.source(target, atom.array, self.axes), target, atom.array, self.axes)
 
     def collective(self, var: Var, move: Move, moved: float, reader: Equation | None) -> Collective:
         return Collective(

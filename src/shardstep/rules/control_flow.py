@@ -147,14 +147,46 @@ def settle(
     xs: Sequence[Layout],
     wanted: Sequence[tuple[Demand, ...]],
 ) -> tuple[list[Layout], Schedule]:
-    """The least carry layouts that the body keeps, and the body scheduled for them.
+    """The carry layouts that the body keeps, and the body scheduled for them.
+
+    The least ones; unless what they communicate in all iterations is more than having every carry whole would cost (an
+    iteration over whole matrices, say).
+    """
+    least = _fixpoint(forward, equation, body, doors, init, xs, wanted, set())
+    if not least[1].collectives:
+        return least
+    everything = {(i, k) for i in range(len(init)) for k in range(len(forward.axes))}
+    whole = _fixpoint(forward, equation, body, doors, init, xs, wanted, everything)
+    times = equation.params.get("length", 1)
+
+    def moved(found: tuple[list[Layout], Schedule]) -> float:
+        carry, inside = found
+        entering = (forward.price(a, layout) for a, layout in zip(init, carry, strict=True))
+        return sum(entering) + times * sum(c.total for c in inside.collectives)
+
+    return whole if moved(whole) < moved(least) else least
+
+
+def _fixpoint(
+    forward: Forward,
+    equation: Equation,
+    body: Program,
+    doors: Sequence[Door],
+    init: Sequence[Atom],
+    xs: Sequence[Layout],
+    wanted: Sequence[tuple[Demand, ...]],
+    kept: set[tuple[int, int]],
+) -> tuple[list[Layout], Schedule]:
+    """The least carry layouts that the body keeps, with those in `kept` (carry, axis) staying whole.
 
     What the readers behind the loop want of a carry must not move data inside it: there it would move every iteration.
     """
-    carry = [forward.home(a) for a in init]
+    carry = [
+        tuple(REPLICATED if (i, k) in kept and not isinstance(p, Varying) else p for k, p in enumerate(forward.home(a)))
+        for i, a in enumerate(init)
+    ]
     free = [None] * len(body.outputs)
     inner = [(NOTHING,) * len(forward.axes)] * len(carry) + list(wanted[len(carry) :])
-    kept: set[tuple[int, int]] = set()  # (carry, axis) pairs that stay whole
 
     def schedule(outputs: Sequence[Layout | None]) -> Schedule:
         inputs = [*(d.layout for d in doors), *carry, *xs]

@@ -49,8 +49,17 @@ def cuts_microbatches(equation: Equation) -> bool:
     """Is this `(B, ...) -> (M, B // M, ...)`?"""
     if equation.primitive is not _RESHAPE or equation.params.get("dimensions") is not None:
         return False
-    before, after = equation.inputs[0].array.shape, equation.outputs[0].array.shape
-    return len(after) == len(before) + 1 and before[1:] == after[2:] and before[0] == after[0] * after[1]
+    return cuts(equation.inputs[0].array.shape, equation.outputs[0].array.shape, 0)
+
+
+def cuts(before: tuple[int, ...], after: tuple[int, ...], dim: int) -> bool:
+    """Is one shape the other with dimension `dim` cut in two?"""
+    return (
+        len(after) == len(before) + 1
+        and before[:dim] == after[:dim]
+        and before[dim + 1 :] == after[dim + 2 :]
+        and before[dim] == after[dim] * after[dim + 1]
+    )
 
 
 def _cut_from_batch(backward: Backward, x: Atom, k: int) -> bool:
