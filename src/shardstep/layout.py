@@ -128,6 +128,21 @@ def block_shape(shape: tuple[int, ...], layout: Layout, axes: tuple[Axis, ...]) 
     return shape
 
 
+def fits(shape: tuple[int, ...], layout: Layout, axes: tuple[Axis, ...]) -> bool:
+    """Do all axes together cut this shape into equal blocks?"""
+    for placement, axis in zip(layout, axes, strict=True):
+        if isinstance(placement, Split):
+            if not divides(shape, placement, axis.size):
+                return False
+            shape = local_shape(shape, placement, axis.size)
+    return True
+
+
+def put(layout: Layout, k: int, placement: Placement) -> Layout:
+    """The layout with another placement along axis k."""
+    return (*layout[:k], placement, *layout[k + 1 :])
+
+
 def partition_spec(ndim: int, layout: Layout, axes: tuple[Axis, ...]) -> PartitionSpec:
     """The layout as a PartitionSpec (several axes on one dimension nest in mesh order)."""
     names: list[list[str]] = [[] for _ in range(ndim)]

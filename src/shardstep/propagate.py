@@ -30,7 +30,6 @@ from .layout import (
     Placement,
     Replicated,
     Split,
-    divides,
     is_batch,
 )
 from .offers import combinations, localise, offers, work
@@ -289,17 +288,16 @@ class Forward:
 
     def split_again(self, equation: Equation) -> None:
         """Examples that an equation needed whole are split again behind it (a free slice): its readers share them."""
-        for k, axis in enumerate(self.axes):
+        for k in range(len(self.axes)):
             examples = [(a, p.dim) for a in equation.inputs if isinstance(p := self.home(a)[k], Split) and p.batch]
             for var in equation.outputs if examples else ():
                 layout = self.forms[var].home
                 (whole, dim), shape = examples[0], var.array.shape
                 cut = microbatches.cuts(whole.array.shape, shape, dim)  # (B, ...) -> (M, B // M, ...)
                 splits = [Split(d, batch=True) for d in ((dim, dim + 1) if cut else (dim,))]
-                fitting = [s for s in splits if divides(shape, s, axis.size)]
+                fitting = [again for s in splits if fits(shape, again := put(layout, k, s), self.axes)]
                 if fitting and layout[k] == REPLICATED:
-                    again = (*layout[:k], fitting[0], *layout[k + 1 :])
-                    self.forms[var].held = {again: None, **self.forms[var].held}
+                    self.forms[var].held = {fitting[0]: None, **self.forms[var].held}
 
     def hold(self, atom: Atom, target: Layout, reader: Equation | None = None) -> Layout:
         """Convert a value for its reader (None: the output), and remember that it is now held this way too."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import compat
 from ..errors import ShardstepError
-from ..layout import REPLICATED, Layout, Partial, Placement, Replicated, Split, Varying, divides, is_batch
+from ..layout import REPLICATED, Layout, Partial, Placement, Replicated, Split, Varying, fits, is_batch, put
 from ..program import Atom, Equation, Program, Var
 from ..schedule import NOTHING, Demand, Schedule, Step
 from .microbatches import DEALT, may_deal
@@ -214,18 +214,18 @@ def _raise(
     kept: set[tuple[int, int]],
 ) -> Layout:
     """Carry i, raised to where the body leaves it."""
-    layout = []
-    for k, axis in enumerate(forward.axes):
+    layout = carry[i]
+    for k in range(len(forward.axes)):
         before, after = carry[i][k], inside.outputs[i][k]
         # read whole inside the body and after the loop: splitting it in between would only add a gather
         read_whole = inside.demands[fixed + i][k].full and wanted[i][k].full
         joined = None if (i, k) in kept or (read_whole and isinstance(before, Replicated)) else join(before, after)
-        if isinstance(joined, Split) and not divides(init[i].array.shape, joined, axis.size):
+        if joined is not None and not fits(init[i].array.shape, put(layout, k, joined), forward.axes):
             joined = None
         if joined is None and not isinstance(after, Varying):
             kept.add((i, k))
-        layout.append(after if isinstance(after, Varying) else REPLICATED if joined is None else joined)
-    return tuple(layout)
+        layout = put(layout, k, after if isinstance(after, Varying) else REPLICATED if joined is None else joined)
+    return layout
 
 
 def join(before: Placement, after: Placement) -> Placement | None:
@@ -290,18 +290,16 @@ def _meet(layouts: Sequence[Layout], varies: bool) -> Layout:
 
 def entry(forward: Forward, atom: Atom) -> Layout:
     """The layout in which a value enters a body: as it is, or as its readers want it if that is free or due anyway."""
-    layout = []
-    for k, placement in enumerate(forward.home(atom)):
+    layout = forward.home(atom)
+    for k, placement in enumerate(layout):
         demand = forward.demand(atom, k)
-        if isinstance(placement, Partial) and demand.splits:
-            placement = demand.splits[0]
+        wants = demand.splits[0] if demand.splits and not (demand.full and isinstance(placement, Replicated)) else None
+        if isinstance(placement, Replicated | Partial) and wants and isinstance(atom, Var):
+            split = put(layout, k, wants)
+            layout = split if fits(atom.array.shape, split, forward.axes) else layout
         elif isinstance(placement, Partial) and demand.full:
-            placement = REPLICATED
-        elif isinstance(placement, Replicated) and demand.splits and not demand.full and isinstance(atom, Var):
-            want = demand.splits[0]
-            placement = want if divides(atom.array.shape, want, forward.axes[k].size) else placement
-        layout.append(placement)
-    return tuple(layout)
+            layout = put(layout, k, REPLICATED)
+    return layout
 
 
 def _reduced(forward: Forward, atom: Atom, whole: bool = False) -> Layout:
@@ -312,15 +310,13 @@ def _reduced(forward: Forward, atom: Atom, whole: bool = False) -> Layout:
 
 def _beside_time(forward: Forward, atom: Atom) -> Layout:
     """A scanned value may be split on any dimension but the one that is scanned over."""
-    shape = atom.array.shape
-    layout = []
-    for k, placement in enumerate(entry(forward, atom)):
+    layout = entry(forward, atom)
+    for k, placement in enumerate(layout):
         if isinstance(placement, Split) and placement.dim == 0:
-            moved = placement.on(1)
-            n = forward.axes[k].size
-            placement = moved if is_batch(placement) and divides(shape, moved, n) else REPLICATED
-        layout.append(placement)
-    return tuple(layout)
+            beside = put(layout, k, placement.on(1))
+            movable = is_batch(placement) and fits(atom.array.shape, beside, forward.axes)
+            layout = beside if movable else put(layout, k, REPLICATED)
+    return layout
 
 
 def _shift(layout: Layout, by: int) -> Layout:
