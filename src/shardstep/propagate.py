@@ -21,17 +21,7 @@ from typing import Any
 from . import compat
 from .collectives import Move, cost, layout_cost, priced_moves, wire_dtype
 from .demands import demands_of
-from .layout import (
-    REPLICATED,
-    Array,
-    Axis,
-    Layout,
-    Partial,
-    Placement,
-    Replicated,
-    Split,
-    is_batch,
-)
+from .layout import REPLICATED, Array, Axis, Layout, Partial, Placement, Replicated, Split, fits, is_batch, put
 from .offers import combinations, localise, offers, work
 from .program import Atom, Equation, Literal, Program, Var, count_uses
 from .rules import Decision, Site, control_flow, microbatches, replicate, rule_for
