@@ -444,7 +444,7 @@ def sharpness_aware(mean) -> Case:
 
     def gradients(params, batch):
         uphill = mean(jax.grad(loss)(params, batch))
-        there = descend(params, uphill, rate=-0.05 / (optax.global_norm(uphill) + 1e-6))
+        there = descend(params, uphill, rate=-0.05 / (optax.tree.norm(uphill) + 1e-6))
         return mean(jax.value_and_grad(loss)(there, batch))
 
     return trained(gradients)
@@ -463,9 +463,9 @@ def backtracking(mean) -> Case:
     """A `while_loop` on reduced values: the step is halved until the loss falls enough."""
 
     def apply(params, moments, grads):
-        limit = 0.05 * optax.global_norm(params)
+        limit = 0.05 * optax.tree.norm(params)
         shrunk = lax.while_loop(
-            lambda g: optax.global_norm(g) > limit, lambda g: jax.tree.map(lambda x: 0.7 * x, g), grads
+            lambda g: optax.tree.norm(g) > limit, lambda g: jax.tree.map(lambda x: 0.7 * x, g), grads
         )
         return update(params, moments, shrunk)
 

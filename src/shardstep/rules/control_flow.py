@@ -253,7 +253,9 @@ def _decide_cond(forward: Forward, equation: Equation) -> Step:
     wanted = [_outside(forward, v) for v in equation.outputs]
     free: list[Layout | None] = [None] * len(equation.outputs)
     natural = [forward.body(b, entering, free, wanted).outputs for b in equation.bodies]
-    results: list[Layout | None] = [_meet(layouts, varies) for layouts in zip(*natural, strict=True)]
+    results: list[Layout | None] = [
+        _meet(layouts, varies, demands) for layouts, demands in zip(zip(*natural, strict=True), wanted, strict=True)
+    ]
     bodies = tuple(forward.body(b, entering, results, wanted) for b in equation.bodies)
     for body in bodies:
         if varies and body.collectives:
@@ -268,13 +270,20 @@ def _decide_cond(forward: Forward, equation: Equation) -> Step:
     return Step(equation, (chosen, *entering), tuple(r for r in results if r), equation.params, bodies=bodies)
 
 
-def _meet(layouts: Sequence[Layout], varies: bool) -> Layout:
-    """One layout for a result of several branches: the one that no branch has to communicate for, if there is one."""
+def _meet(layouts: Sequence[Layout], varies: bool, demands: Sequence[Demand]) -> Layout:
+    """One layout for a result of several branches: the one that no branch has to communicate for, if there is one.
+
+    But what is read whole afterwards, and comes whole out of some branch, is gathered in the branches that split it:
+    an update that is skipped then sends nothing.
+    """
     result: list[Placement] = []
-    for placements in zip(*layouts, strict=True):
+    for placements, demand in zip(zip(*layouts, strict=True), demands, strict=True):
         kinds = set(placements)
+        read_whole = demand.full and not demand.splits and REPLICATED in kinds
         if varies or any(isinstance(p, Varying) for p in kinds):
             result.append(Varying())
+        elif read_whole:
+            result.append(REPLICATED)
         elif any(isinstance(p, Split) for p in kinds):
             found = [p for p in placements if isinstance(p, Split)]
             result.append(found[0] if len(set(found)) == 1 and found[0].outer == 1 else REPLICATED)
