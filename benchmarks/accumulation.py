@@ -10,10 +10,11 @@ one Adam update behind the loop. Three programs of it:
     annotated    the same with `with_sharding_constraint` on the microbatches: replicas share each of them
     shardstep    the step as it is
 
-Beware of the first. Where the replicas divide the number of microbatches, XLA splits the microbatches themselves, which
-a scan must go through one by one: it gathers the examples, and every replica computes all of them. No gradient travels
-because nothing is shared. The second is what data parallelism means: it reduces every microbatch's gradients inside
-the loop. In shardstep's program each replica adds up its own terms, and the sum is reduced once.
+Beware of the first. `reshape` carries the split over to the microbatches, which a scan must go through one by one, so
+XLA gathers the examples. With 8 microbatches on 8 replicas (and with 3) every replica then computes all of them: no
+gradient travels because no work is shared; with 4, pairs of replicas share one. The second is what data parallelism
+means: it reduces every microbatch's gradients inside the loop. In shardstep's program each replica adds up its own
+terms, and the sum is reduced once.
 
 Bytes are read from the compiled programs; a collective inside the loop counts once per microbatch.
 """

@@ -387,7 +387,7 @@ SMOOTH = [
 ]
 KINKED = [
     *("jax.nn.relu({})", "jnp.abs({})", "jnp.maximum({}, 0.25)"),
-    *("jnp.clip({}, -0.5, 0.75)", "lax.clamp(-0.5, {}, 0.5)"),
+    *("jnp.clip({}, -0.5, 0.75)", "lax.clamp(-0.5, ({}).astype(f32), 0.5)"),
 ]
 JUMPING = ["jnp.floor({})", "jnp.sign({})", "jnp.round({})", "jnp.ceil({})"]
 INTEGER = [

