@@ -121,9 +121,7 @@ def decide(
     """Plan a captured step. `shared[k]` says whether state may be split along data axis k (hybrid groups: not all)."""
     program = captured.program
     examples = _examples(captured, axes)
-    plain = [examples.get(i, whole(axes)) for i in range(len(program.inputs))]
-    memo: dict[Any, Any] = {}
-    unsharded = Forward(program, axes, {}, memo, draws=False).run(plain, [None] * len(program.outputs), raw=True)
+    unsharded = _walk_unsharded(captured)
     _check_outputs(captured, unsharded)
     roles = _roles(captured, unsharded)
     chosen, why = _choose_weights(weights)
@@ -137,7 +135,7 @@ def decide(
     for i, o in captured.state.items():
         outputs[o] = inputs[i]
     reasons = tuple(reason for _, reason in rests)
-    decided = schedule(program, axes, inputs, outputs, memo=memo)
+    decided = schedule(program, axes, inputs, outputs)
     return Decided(decided, tuple(roles), reasons, chosen, why)
 
 
@@ -159,6 +157,15 @@ def describe(captured: Captured, decided: Decided, mesh: Mesh) -> Plan:
         update_flops=Total(_update_work(baseline), _update_work(ours)),
         shardings=captured.call.rebuild([NamedSharding(mesh, leaf.spec) for leaf in leaves]),
     )
+
+
+def _walk_unsharded(captured: Captured) -> Schedule:
+    """Who meets the examples, what would differ between replicas? Asked of one replica, which divides everything."""
+    alone = (Axis(("replica",), 1),)
+    examples = _examples(captured, alone)
+    inputs = [examples.get(i, whole(alone)) for i in range(len(captured.program.inputs))]
+    walk = Forward(captured.program, alone, {}, {}, draws=False)
+    return walk.run(inputs, [None] * len(captured.program.outputs), raw=True)
 
 
 def _baseline(captured: Captured, axes: tuple[Axis, ...]) -> Schedule:
