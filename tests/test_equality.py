@@ -43,10 +43,16 @@ HALF_METRICS = 2**-7
 HALF_PRECISION = ("transformer_bf16", "ema_and_masters", "loss_scaling")
 
 # What must be gathered, and why.
-FALLBACKS = {"mixup": {"sort"}}  # a random permutation of the examples is a sort over the batch
+FALLBACKS = {
+    "mixup": {"sort"},  # a random permutation of the examples is a sort over the batch
+    "accumulation_loop": {"reshape"},  # the first half of the examples is with the first half of the replicas
+}
 
 # Where the planner is not yet good enough. Strict: whoever mends it removes the line.
-COSTS_MORE = {"weight_norm": "norms of columns run over the split dimension: they are reduced, which is 1% more"}
+COSTS_MORE = {
+    "accumulation_loop": "each microbatch's gradient is scattered, not their sum",
+    "weight_norm": "norms of columns run over the split dimension: they are reduced, which is 1% more",
+}
 
 
 def examples(n: int) -> int:

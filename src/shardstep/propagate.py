@@ -200,7 +200,8 @@ class Forward:
         axis = self.axes[k]
         # steps repeat themselves: every leaf goes through the same optimizer, every layer through the same block
         same = tuple(equation.inputs.index(a) for a in equation.inputs)  # x * x converts x once
-        key = (equation.kind, k, same, _marked(options), _marked(held), tuple(demands), site.wants)
+        wants = _marked([[w] for w in site.wants if w])
+        key = (equation.kind, k, same, _marked(options), _marked(held), tuple(demands), site.wants, wants)
         if not k and (known := self.memo.get(key)):
             return known
 
@@ -340,7 +341,7 @@ class Forward:
             self.origins.update(dict.fromkeys(equation.outputs, origins))
 
 
-def _marked(placements: list[list[Placement]]) -> tuple[tuple[tuple[Placement, bool], ...], ...]:
+def _marked(placements: Sequence[Sequence[Placement]]) -> tuple[tuple[tuple[Placement, bool], ...], ...]:
     """Placements with what their equality leaves out: whether they carry the examples."""
     return tuple(tuple((p, is_batch(p)) for p in choices) for choices in placements)
 
