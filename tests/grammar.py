@@ -35,6 +35,7 @@ from jax import lax
 
 LARGEST = 4096  # elements of a value
 LINES = 8  # of a function, at most
+EXAMPLES = {"x", "z"}
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "i32": jnp.int32, "bool": jnp.bool_}
 SIGNIFICANT = {"f32": 24, "bf16": 8}  # bits
 
@@ -241,17 +242,18 @@ class Writer:
 
     def pick(self, accept: Callable[[Value], bool] = is_float) -> Value:
         found = [v for v in self.visible() if accept(v)]
-        return self.one_of(found[:3] * 2 + found)
+        return self.one_of(found[:3] + [v for v in found if v.roots & EXAMPLES] + found)
 
     def axis(self, v: Value, at_least: int = 1) -> int:
-        return self.one_of(d for d, size in enumerate(v.shape) if size >= at_least)
+        """A dimension; most often one that the replicas may share."""
+        dims = [d for d, size in enumerate(v.shape) if size >= at_least]
+        return self.one_of(dims + [d for d in dims if v.shape[d] > 1 and v.shape[d] % self.n == 0] * 2)
 
     def axes(self, v: Value) -> tuple[int, ...]:
         """Some of the dimensions, at least one."""
         if not v.ndim:
             raise Skip
-        subsets = [c for k in range(1, v.ndim + 1) for c in itertools.combinations(range(v.ndim), k)]
-        return self.one_of(subsets)
+        return self.one_of(c for k in range(1, v.ndim + 1) for c in itertools.combinations(range(v.ndim), k))
 
     def partner(self, v: Value, accept: Callable[[Value], bool] = is_float) -> Value:
         """A value that broadcasts with `v`."""
@@ -1002,7 +1004,7 @@ def _leaf(name: str, shape: tuple[int, ...], dtype: str) -> Value:
 
 def meet(w: Writer, weight: Value) -> None:
     """A layer: some value that depends on the examples, and the weight."""
-    h = w.pick(lambda v: is_float(v) and bool(v.roots & {"x", "z"}))
+    h = w.pick(lambda v: is_float(v) and bool(v.roots & EXAMPLES))
     pairs = [(i, j) for i in range(h.ndim) for j in range(weight.ndim) if h.shape[i] == weight.shape[j]]
     forms = [(f"jnp.tensordot({h}, {weight}, ({i}, {j}))", h.shape[i]) for i, j in pairs]
     if _broadcast(h.shape, weight.shape) is not None:
