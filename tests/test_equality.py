@@ -7,6 +7,7 @@ listed here with its reason, and the batch found without being named.
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -50,7 +51,6 @@ FALLBACKS = {
 
 # Where the planner is not yet good enough. Strict: whoever mends it removes the line.
 COSTS_MORE = {
-    "accumulation_loop": "each microbatch's gradient is scattered, not their sum",
     "weight_norm": "norms of columns run over the split dimension: they are reduced, which is 1% more",
 }
 
@@ -128,32 +128,33 @@ def test_groups(name):
 # --- what the plan owes every program --------------------------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=4)
-def plan_for(name: str, weights: str = "auto") -> shardstep.Plan:
-    p = program(name, examples(8))
-    step = shardstep.shard(p.step, replicas(8), batch_argnums=p.batch_argnums, batch_axis=p.batch_axis, weights=weights)
-    return step.plan(*p.state, *p.batches[0])
+@dataclass(frozen=True)
+class Planned:
+    name: str
+    named: shardstep.Plan  # told which arguments are the batch
+    found: shardstep.Plan  # not told
 
 
-def excused(names: dict[str, str]):
-    reasons = {name: [pytest.mark.xfail(reason=why, raises=AssertionError)] for name, why in names.items()}
-    return [pytest.param(name, marks=reasons.get(name, [])) for name in zoo.ZOO]
+@pytest.fixture(scope="module", params=zoo.ZOO)
+def planned(request) -> Planned:
+    """One program at a time: pytest runs all tests of one before it plans the next."""
+    p = program(request.param, examples(8))
+    named = shardstep.shard(p.step, replicas(8), batch_argnums=p.batch_argnums, batch_axis=p.batch_axis)
+    found = shardstep.shard(p.step, replicas(8), batch_axis=p.batch_axis)
+    return Planned(request.param, *(step.plan(*p.state, *p.batches[0]) for step in (named, found)))
 
 
-@pytest.mark.parametrize("name", excused(COSTS_MORE))
-def test_never_more_on_the_wire(name):
-    wire = plan_for(name).wire_bytes
+def test_never_more_on_the_wire(planned, request):
+    if why := COSTS_MORE.get(planned.name):
+        request.applymarker(pytest.mark.xfail(reason=why, raises=AssertionError))
+    wire = planned.named.wire_bytes
     assert wire.sharded <= wire.replicated * 1.001 + 1024
 
 
-@pytest.mark.parametrize("name", zoo.ZOO)
-def test_nothing_falls_back(name):
-    fallbacks = plan_for(name).fallbacks
-    assert {f.primitive for f in fallbacks} == FALLBACKS.get(name, set()), fallbacks
+def test_nothing_falls_back(planned):
+    fallbacks = planned.named.fallbacks
+    assert {f.primitive for f in fallbacks} == FALLBACKS.get(planned.name, set()), fallbacks
 
 
-@pytest.mark.parametrize("name", zoo.ZOO)
-def test_the_batch_is_found(name):
-    p = program(name, examples(8))
-    found = shardstep.shard(p.step, replicas(8), batch_axis=p.batch_axis).plan(*p.state, *p.batches[0])
-    assert [leaf.role for leaf in found.leaves] == [leaf.role for leaf in plan_for(name).leaves]
+def test_the_batch_is_found(planned):
+    assert [leaf.role for leaf in planned.found.leaves] == [leaf.role for leaf in planned.named.leaves]

@@ -26,7 +26,6 @@ BATCH, REPLICAS = 16, 8
 COSTS_MORE = {
     "adaptive_grad_clip": "unit-wise norms run over the split dimension: they are reduced, which is 0.6% more",
     "measure_with_ema": "the gradient is all-reduced for its square's sum instead of scattered",
-    "muon": "the iterations gather the matrix in every round instead of once",
     "sm3": "row and column maxima run over the split dimension: they are reduced, which is 1% more",
 }
 STAYS_WHOLE = dict.fromkeys(

@@ -271,6 +271,8 @@ class Forward:
     def want(self, equation: Equation, var: Var, k: int) -> Split | None:
         """How the readers of a result would like it; numbers drawn for each example are drawn where the example is."""
         demand = self.demand(var, k)
+        if all(isinstance(a, Literal) for a in equation.inputs):
+            return None  # a constant becomes whatever is wanted of it, at no cost: block, term or whole
         if demand.splits and not demand.full:
             return demand.splits[0]
         if is_draw(equation) and var.array.ndim and var.array.shape[0] in self.examples:
