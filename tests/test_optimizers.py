@@ -28,9 +28,6 @@ COSTS_MORE = {
     "measure_with_ema": "the gradient is all-reduced for its square's sum instead of scattered",
     "sm3": "row and column maxima run over the split dimension: they are reduced, which is 1% more",
 }
-STAYS_WHOLE = dict.fromkeys(
-    ("dog", "dowg", "scale_by_distance_over_gradients"), "the first weights are frozen state, and rest replicated"
-)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -110,9 +107,9 @@ def test_never_more_on_the_wire(name):
     assert wire.sharded <= wire.replicated * 1.001 + 1024
 
 
-@pytest.mark.parametrize("name", excused(STAYS_WHOLE))
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_state_is_sharded(name, record_property):
-    state = [leaf for leaf in training(name).plan.leaves if leaf.role == "auxiliary"]
+    state = [leaf for leaf in training(name).plan.leaves if leaf.path.startswith("opt_state")]
     total = sum(leaf.bytes_before for leaf in state)
     share = sum(leaf.bytes_before for leaf in state if "split" in leaf.layout) / total if total else 1.0
     record_property("sharded_share", round(share, 4))
