@@ -221,6 +221,9 @@ def _choose_weights(weights: str) -> tuple[str, str]:
 # -- where a leaf rests -------------------------------------------------------------------------------------------
 
 
+_WHY_SPLIT = "only the update reads it (split: a partial sum would rest whole on every replica)"
+
+
 def _rest(
     array: Array, role: str, weights: str, axes: tuple[Axis, ...], shared: tuple[bool, ...], options: Options
 ) -> tuple[Layout, str]:
@@ -239,7 +242,7 @@ def _rest(
     if layout is None:
         n = " and ".join(str(a.size) for a, s in zip(axes, shared, strict=True) if s)
         return everywhere, f"no dimension of {list(array.shape)} divides by {n}"
-    verb = "gathered where the forward pass reads it" if role == "weight" else "only the update reads it"
+    verb = "gathered where the forward pass reads it" if role == "weight" else _WHY_SPLIT
     return layout, verb
 
 
