@@ -879,3 +879,14 @@ def test_check_sees_a_difference():
     found = shardstep.check(step, adam_state(), batch(), steps=1)
     assert not found.within(1e-2) and not found.exact
     assert "differs" in str(found)
+
+
+def test_several_axes_never_cut_one_dimension_too_fine():
+    """Four elements, 4 x 2 replicas: each axis divides them, both together do not."""
+
+    def step(state, batch):
+        return {"w": state["w"] * 0.5}, jnp.flip(batch, 0)[:4]
+
+    state, batch = {"w": jnp.ones((64, 64))}, jnp.arange(8.0)
+    _, first = shardstep.shard(step, batch_argnums=1, group=2)(state, batch)
+    np.testing.assert_array_equal(first, [7.0, 6.0, 5.0, 4.0])
