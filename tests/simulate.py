@@ -13,12 +13,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardstep.layout import PARTIAL, REPLICATED, Array, Partial, Split, divides, local_shape
+from shardstep.layout import PARTIAL, REPLICATED, Array, Partial, Split, divides, is_padded, local_shape
 from shardstep.rules import Block, Local, Site, rule_for
+from shardstep.rules.core import filled, minds_padding
 
 
 def cut(value, placement, n, rng):
     """The n blocks that replicas hold of `value`."""
+    if isinstance(placement, Split) and placement.extent:
+        missing = placement.extent - value.shape[placement.dim]
+        room = poison((*value.shape[: placement.dim], missing, *value.shape[placement.dim + 1 :]), value, rng)
+        return jnp.split(jnp.concatenate([value, room], placement.dim), n, axis=placement.dim)
     if isinstance(placement, Split):
         d, outer = placement.dim, placement.outer
         shape = value.shape
@@ -34,8 +39,22 @@ def cut(value, placement, n, rng):
     return [value] * n
 
 
+def poison(shape, like, rng):
+    """What may stand in padding: anything. NaN, infinities, numbers out of all range."""
+    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        return jax.random.split(jax.random.key(17, impl=jax.random.key_impl(like)), shape)
+    if jnp.issubdtype(like.dtype, jnp.inexact):
+        return jnp.asarray(rng.choice([np.nan, np.inf, -np.inf, 3e38], shape), like.dtype)
+    if like.dtype == jnp.bool_:
+        return jnp.asarray(rng.integers(0, 2, shape), jnp.bool_)
+    info = jnp.iinfo(like.dtype)
+    return jnp.asarray(rng.choice([int(info.min), int(info.max), 1, 5], shape)).astype(like.dtype)
+
+
 def join(blocks, placement, shape):
     """The value that the replicas' blocks stand for."""
+    if isinstance(placement, Split) and placement.extent:
+        return jax.lax.slice_in_dim(jnp.concatenate(blocks, placement.dim), 0, shape[placement.dim], axis=placement.dim)
     if isinstance(placement, Split):
         d, outer, n = placement.dim, placement.outer, len(blocks)
         seen = [b.reshape(*shape[:d], outer, shape[d] // outer // n, *shape[d + 1 :]) for b in blocks]
@@ -72,6 +91,12 @@ def candidates(array: Array, n: int, outers=(1, 2)):
     return found
 
 
+def padded_candidates(array: Array, n: int):
+    """Padded splits, be it that n does not divide the dimension, or that it came padded from elsewhere."""
+    extents = [(d, (size // n + 1) * n) for d, size in enumerate(array.shape) if size > 1]
+    return [REPLICATED, *(Split(d, extent=extent) for d, extent in extents)]
+
+
 def tolerance(site):
     """Cutting a bf16 value into terms rounds each term."""
     floats = [a.dtype for a in site.inputs + site.outputs if jnp.issubdtype(a.dtype, jnp.inexact)]
@@ -95,6 +120,9 @@ def check_decision(eqn, site, decision, values, expected, rng, n):
             tuple(block_of(a.shape, p, index, n) for a, p in zip(site.outputs, decision.results, strict=True)),
         )
         arrays = [c[index] for c in cuts]
+        if decision.fill:
+            layouts = [(p,) for p in decision.operands]
+            arrays = [filled(*given) for given in zip(arrays, local.inputs, layouts, decision.fill, strict=True)]
         out = list(decision.emit(local, *arrays)) if decision.emit else local.bind(*arrays)
         for block, got in zip(local.outputs, out, strict=True):
             assert got.shape == block.local, f"block of shape {got.shape}, layout says {block.local}"
@@ -109,7 +137,7 @@ def check_decision(eqn, site, decision, values, expected, rng, n):
 
 
 def verify(fun, *args, n=3, outers=(1, 2), limit=400, only=None, wants=False):
-    """Check every rule that `fun` meets; returns {primitive name: set of (operands, results) that were offered}."""
+    """Check every rule that `fun` meets; returns {primitive name (", padded"): set of (operands, results) offered}."""
     jaxpr = jax.make_jaxpr(fun)(*args)
     offered: dict[str, set] = {}
     _walk(
@@ -144,11 +172,15 @@ def _walk(jaxpr, args, n, outers, limit, only, wants, offered):
                 inputs = tuple(Array(v.shape, v.dtype) for v in values)
                 outputs = tuple(Array(v.shape, v.dtype) for v in out)
                 choices = itertools.product(*(candidates(a, n, outers) for a in inputs))
-                for placements in itertools.islice(choices, limit):
+                poisoned = itertools.product(*(padded_candidates(a, n) for a in inputs))
+                poisoned = itertools.islice(poisoned, limit) if minds_padding(eqn.primitive) else ()
+                for placements in itertools.chain(itertools.islice(choices, limit), poisoned):
                     hints = [()]
                     if wants:
                         hints = [
-                            (s,) * len(outputs) for s in candidates(outputs[0], n, outers) if isinstance(s, Split)
+                            (s,) * len(outputs)
+                            for s in candidates(outputs[0], n, outers) + padded_candidates(outputs[0], n)
+                            if isinstance(s, Split)
                         ] + [()]
                     for hint in hints:
                         site = Site(eqn.primitive, eqn.params, inputs, outputs, n, hint)
@@ -159,6 +191,8 @@ def _walk(jaxpr, args, n, outers, limit, only, wants, offered):
                         for decision in decisions:
                             check_decision(eqn, site, decision, values, out, rng, n)
                             key = (decision.operands, decision.results)
-                            offered.setdefault(eqn.primitive.name, set()).add(key)
+                            padded = any(map(is_padded, decision.operands + decision.results))
+                            name = f"{eqn.primitive.name}, padded" if padded else eqn.primitive.name
+                            offered.setdefault(name, set()).add(key)
         env.update(zip(eqn.outvars, out, strict=True))
     return [v.val if hasattr(v, "val") else env[v] for v in jaxpr.outvars]

@@ -37,12 +37,22 @@ def placed_state(mesh=None):
 # -- the batch --------------------------------------------------------------------------------------------------------
 
 
-def test_a_batch_that_does_not_divide():
-    state, examples = placed_state(), batch(0, 20)
+def test_a_per_replica_batch_that_does_not_divide():
+    def step(state, batch):
+        grads = jax.lax.pmean(jax.grad(lambda w: jnp.mean((batch["x"] @ w) ** 2))(state), "replica")
+        return state - 0.1 * grads
+
+    sharded = shardstep.shard(step, axis_name="replica", batch_argnums=1)
+    state = sharded(jnp.ones((96, 64)), batch(0, 16))
     with refused(r"batch\['x'\] has 20 examples on dimension 0, and 8 replicas.*multiple of 8 \(e\.g\. 16\)", state):
-        shardstep.shard(adam_step)(state, examples)
-    state, _ = shardstep.shard(adam_step)(state, batch(0, 16))  # the state goes on
-    assert np.isfinite(np.asarray(state[0]["w1"])).all()
+        sharded(state, batch(0, 20))
+    assert np.isfinite(np.asarray(sharded(state, batch(0, 16)))).all()  # the state goes on
+
+
+def test_a_batch_without_examples():
+    state = placed_state()
+    with refused(r"the batch is empty: batch\['x'\] has no examples on dimension 0", state):
+        shardstep.shard(adam_step)(state, batch(0, 0))
 
 
 def test_a_batch_that_is_ambiguous():
@@ -293,6 +303,6 @@ def test_wrong_arguments_raise_what_the_step_raises():
 def test_an_error_leaves_the_step_usable():
     sharded = shardstep.shard(adam_step, mesh_of(8))
     state = placed_state()
-    with refused(r"20 examples", state):
-        sharded(state, batch(0, 20))
+    with refused(r"the batch is empty", state):
+        sharded(state, batch(0, 0))
     sharded(state, batch())

@@ -129,12 +129,13 @@ def sgd_momentum(state, x):
     return (w - 0.1 * m, m), jnp.mean(x)
 
 
-def test_a_leaf_that_does_not_divide_says_so():
+def test_a_leaf_that_does_not_divide_is_padded_and_says_so():
     w = jnp.ones((101, 103))
     plan = plan_for(sgd_momentum, (w, w), jnp.ones((16, 101)))
     found = leaf_of(plan, "state[1]")
-    assert found.layout == "replicated"
-    assert found.reason == "no dimension of [101, 103] divides by 8"
+    assert found.layout == "split(1, padded to 104)" and found.held == (101, 104)
+    assert found.reason.endswith("padded by 0.96%")
+    assert found.bytes_after == 101 * 13 * 4
 
 
 def test_the_first_dimension_that_divides_is_split():

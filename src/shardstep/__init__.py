@@ -4,10 +4,11 @@ from .api import ShardedStep, shard
 from .check import check
 from .errors import ShardstepError
 from .options import Options
+from .padded import Padded
 from .plan import Plan
 from .rules import register_rule
 from .state import logical
 
 __version__ = "0.1.0"
 
-__all__ = ["Options", "Plan", "ShardedStep", "ShardstepError", "check", "logical", "register_rule", "shard"]
+__all__ = ["Options", "Padded", "Plan", "ShardedStep", "ShardstepError", "check", "logical", "register_rule", "shard"]

@@ -16,10 +16,10 @@ from .arguments import Call, Signature, as_tuple, shape_of
 from .batch import Batch
 from .capture import Captured, capture, refuse, uses_axis
 from .errors import ShardstepError
-from .layout import Axis, Layout, Varying, partition_spec
+from .layout import Axis, Layout, Varying, padded_shape, partition_spec
 from .options import Options
 from .plan import Decided, Plan, decide, describe
-from .state import place
+from .state import Resting, place, returned
 
 
 def shard(
@@ -155,7 +155,11 @@ class ShardedStep:
     def place(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """The arguments, laid out as the step wants them. A call does this by itself when needed."""
         program, call = self.program(args, kwargs)
-        args, kwargs = call.rebuild(program.place(call.leaves))
+        arrays = program.place(call.leaves)
+        shapes = [shape_of(leaf)[0] for leaf in call.leaves]
+        args, kwargs = call.rebuild(
+            [returned(x, shape) if x.shape != shape else x for x, shape in zip(arrays, shapes, strict=True)]
+        )
         return (*args, kwargs) if kwargs else args
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
@@ -208,8 +212,16 @@ class Rewritten:
             for atom, layout in zip(captured.program.outputs, decided.outputs, strict=True)
         ]
         constants = [value for _, value in captured.program.constants]
-        self.shardings = [NamedSharding(self.mesh, spec) for spec in specs]
+        self.rests = [
+            Resting(path, NamedSharding(self.mesh, spec), self._held(array.shape, layout))
+            for path, spec, array, layout in zip(captured.paths, specs, inputs, decided.inputs, strict=True)
+        ]
         self.constants = [jax.device_put(c, NamedSharding(self.mesh, PartitionSpec())) for c in constants]
+        self.padded_outputs = [
+            o
+            for o, (atom, layout) in enumerate(zip(captured.program.outputs, decided.outputs, strict=True))
+            if self._held(atom.array.shape, layout)
+        ]
         self.donated = tuple(captured.state) if options.donate else ()
         self._run = jax.jit(
             jax.shard_map(
@@ -232,21 +244,31 @@ class Rewritten:
             return PartitionSpec(*[None] * dim, names)
         return partition_spec(ndim, layout, axes)
 
+    @staticmethod
+    def _held(shape: tuple[int, ...], layout: Layout) -> tuple[int, ...] | None:
+        """The shape of the array that holds a padded value; None: its own."""
+        held = padded_shape(shape, layout)
+        return held if held != shape else None
+
     @functools.cached_property
     def plan(self) -> Plan:
         return describe(self.captured, self.decided, self.mesh)
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
-        return place(leaves, self.shardings, self.captured.paths, self.donated)
+        """The arrays that hold the arguments, as the compiled step takes them."""
+        return place(leaves, self.rests, self.donated)
 
-    def __call__(self, leaves: Sequence[Any]) -> Any:
-        return self.captured.rebuild(self._run(*leaves, *self.constants))
+    def __call__(self, arrays: Sequence[Any]) -> Any:
+        outputs = list(self._run(*arrays, *self.constants))
+        for o in self.padded_outputs:
+            outputs[o] = returned(outputs[o], self.captured.program.outputs[o].array.shape)
+        return self.captured.rebuild(outputs)
 
     def lower(self) -> jax.stages.Lowered:
-        shapes = [
-            jax.ShapeDtypeStruct(*shape_of(leaf), sharding=sharding)
-            for leaf, sharding in zip(self.captured.call.leaves, self.shardings, strict=True)
-        ]
+        shapes = []
+        for leaf, rest in zip(self.captured.call.leaves, self.rests, strict=True):
+            shape, dtype = shape_of(leaf)
+            shapes.append(jax.ShapeDtypeStruct(rest.held or shape, dtype, sharding=rest.sharding))
         return self._run.lower(*shapes, *self.constants)
 
 

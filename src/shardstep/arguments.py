@@ -16,6 +16,7 @@ import numpy as np
 from jax.tree_util import KeyPath, keystr
 
 from .errors import ShardstepError
+from .padded import Padded
 
 _NUMBERS = (bool, int, float, complex)
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
@@ -90,7 +91,7 @@ def signature_of(leaf: Any) -> Any:
     """What tracing depends on."""
     if isinstance(leaf, jax.Array):
         return leaf.shape, leaf.dtype, leaf.aval.weak_type
-    if isinstance(leaf, jax.ShapeDtypeStruct):
+    if isinstance(leaf, jax.ShapeDtypeStruct | Padded):
         return leaf.shape, leaf.dtype, leaf.weak_type
     aval = jax.typeof(leaf)
     return aval.shape, aval.dtype, aval.weak_type

@@ -158,7 +158,14 @@ def is_key(leaf: Any) -> bool:
     return dtype == np.uint32 and shape in ((2,), (4,))
 
 
+def check_not_empty(call: Call, paths: Sequence[str], examples: dict[int, int]) -> None:
+    for i, dim in examples.items():
+        if not shape_of(call.leaves[i])[0][dim]:
+            raise ShardstepError(f"the batch is empty: {paths[i]} has no examples on dimension {dim}")
+
+
 def check_divisible(call: Call, paths: Sequence[str], examples: dict[int, int], replicas: int) -> None:
+    """A per-replica step speaks of one replica's share: shares of different sizes would be different programs."""
     for i, dim in examples.items():
         size = shape_of(call.leaves[i])[0][dim]
         if size % replicas:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from .arguments import Argument, Call, Constant, Signature
-from .batch import Batch, check_divisible, infer_batch, named_batch
+from .batch import Batch, check_divisible, check_not_empty, infer_batch, named_batch
 from .errors import ShardstepError
 from .matching import match_state
 from .peephole import simplify
@@ -94,7 +94,7 @@ def _capture(
             traced = trace(step, call, axis_name, replicas, examples)
             program = simplify(flatten(traced.jaxpr))
     state = {i: o for i, o in state.items() if i not in examples}
-    check_divisible(call, paths, examples, replicas)
+    check_not_empty(call, paths, examples)
     return Captured(
         program=program,
         call=call,

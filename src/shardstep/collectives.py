@@ -19,7 +19,19 @@ import jax.numpy as jnp
 from jax import lax
 
 from . import compat
-from .layout import REPLICATED, Array, Axis, Layout, Partial, Placement, Replicated, Split, Varying, block_shape
+from .layout import (
+    REPLICATED,
+    Array,
+    Axis,
+    Layout,
+    Partial,
+    Placement,
+    Replicated,
+    Split,
+    Varying,
+    block_shape,
+    padded_shape,
+)
 
 
 class Move(NamedTuple):
@@ -40,7 +52,7 @@ class Move(NamedTuple):
                 return "all-reduce"  # there is no scattering max: reduce, then slice
             case Split(), Replicated():
                 return "all-gather"
-            case Split(outer=1), Split(outer=1):
+            case Split(outer=1), Split(outer=1) if self.source.dim != self.target.dim:
                 return "all-to-all"
             case Split(), _:
                 return "all-gather"
@@ -72,7 +84,8 @@ def cost(source: Placement, target: Placement, array: Array, axis: Axis) -> floa
     if isinstance(source, Varying) or _dealt(source) != _dealt(target):
         return math.inf
     strided = any(isinstance(p, Split) and p.dim > 0 for p in (source, target))
-    return wire_bytes(Move(0, source, target), array.size, array.dtype, axis) * (_STRIDED if strided else 1)
+    elements = math.prod(padded_shape(array.shape, (source, target)))
+    return wire_bytes(Move(0, source, target), elements, array.dtype, axis) * (_STRIDED if strided else 1)
 
 
 def _dealt(placement: Placement) -> bool:
@@ -107,7 +120,7 @@ def _dims(*placements: Placement) -> set[int]:
 
 def _direct(current: list[Placement], target: Layout, k: int) -> bool:
     """May axis k go from split to split in one all-to-all? Only if no other axis shares either dimension."""
-    if not isinstance(target[k], Split):
+    if Move(k, current[k], target[k]).kind != "all-to-all":
         return False
     others = _dims(*(p for j, p in enumerate(current) if j != k), *(p for j, p in enumerate(target) if j != k))
     return not others & _dims(current[k], target[k])
@@ -122,20 +135,37 @@ def priced_moves(source: Layout, target: Layout, array: Array, axes: tuple[Axis,
     current = list(source)
     for move in moves(source, target):
         current[move.axis] = REPLICATED
-        held = math.prod(block_shape(array.shape, tuple(current), axes))
+        held = math.prod(padded_shape(block_shape(array.shape, tuple(current), axes), (move.source, move.target)))
         yield move, wire_bytes(move, held, array.dtype, axes[move.axis])
         current[move.axis] = move.target
 
 
-def convert(x: jax.Array, source: Layout, target: Layout, axes: tuple[Axis, ...]) -> jax.Array:
-    """Make the replica's block of one layout into its block of another (inside `shard_map`)."""
+def convert(x: jax.Array, shape: tuple[int, ...], source: Layout, target: Layout, axes: tuple[Axis, ...]) -> jax.Array:
+    """Make the replica's block of a value of this shape in one layout into its block in another (in `shard_map`)."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) and source != target:
-        data = convert(jax.random.key_data(x), source, target, axes)
+        data = jax.random.key_data(x)
+        data = convert(data, shape + data.shape[x.ndim :], source, target, axes)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     for move in moves(source, target):
         axis = axes[move.axis]
-        x = _perform(x.astype(wire_dtype(move, x.dtype, axis)), move, axis).astype(x.dtype)
+        sent = padded(x, move.target).astype(wire_dtype(move, x.dtype, axis))
+        x = unpadded(_perform(sent, move, axis).astype(x.dtype), shape, move.source)
     return x
+
+
+def padded(x: jax.Array, placement: Placement) -> jax.Array:
+    """Room at the end of a dimension that is about to be cut."""
+    if not isinstance(placement, Split) or not placement.extent:
+        return x
+    missing = placement.extent - x.shape[placement.dim]
+    return lax.pad(x, jnp.zeros((), x.dtype), [(0, missing * (d == placement.dim), 0) for d in range(x.ndim)])
+
+
+def unpadded(x: jax.Array, shape: tuple[int, ...], placement: Placement) -> jax.Array:
+    """Without that room, where a dimension was cut and is whole again."""
+    if not isinstance(placement, Split) or not placement.extent:
+        return x
+    return lax.slice_in_dim(x, 0, shape[placement.dim], axis=placement.dim)
 
 
 def _perform(x: jax.Array, move: Move, axis: Axis) -> jax.Array:
@@ -150,10 +180,8 @@ def _perform(x: jax.Array, move: Move, axis: Axis) -> jax.Array:
             return block(reduce(x, op, axis), s, axis)
         case Split() as s, Replicated():
             return gather(x, s, axis)
-        case Split(outer=1) as a, Split(outer=1) as b:
+        case Split(outer=1) as a, Split(outer=1) as b if a.dim != b.dim:
             return lax.all_to_all(x, axis.name, split_axis=b.dim, concat_axis=a.dim, tiled=True)
-        case Split() as a, other:
-            return _perform(gather(x, a, axis), Move(move.axis, REPLICATED, other), axis)
         case Replicated(), Split() as s:
             return block(x, s, axis)
         case Replicated(), Partial("add"):

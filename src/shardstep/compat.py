@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -120,3 +120,17 @@ def scan_counts(params: Any) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()  # since JAX 0.12
     return len(consts), len(carry)
+
+
+def register_array_type(kind: type, as_array: Callable[[Any], jax.Array]) -> None:
+    """Let `jax.jit`, `jnp` functions and `jax.device_put` take objects of this type for the array they stand for."""
+    from jax._src import core, dtypes
+    from jax._src.array import ArrayImpl
+    from jax._src.interpreters import pxla
+
+    def shard_args(xs: Any, *rest: Any) -> Any:
+        return pxla.shard_arg_handlers[ArrayImpl]([as_array(x) for x in xs], *rest)
+
+    core.pytype_aval_mappings[kind] = lambda x: core.ShapedArray(x.shape, x.dtype)
+    pxla.shard_arg_handlers[kind] = shard_args
+    dtypes.canonicalize_value_handlers[kind] = as_array

@@ -19,6 +19,7 @@ from .layout import Axis, Layout, Replicated, Split, local_shape
 from .program import Atom, Literal, Var
 from .propagate import Forms, whole
 from .rules import Block, Local, control_flow
+from .rules.core import filled
 from .schedule import Schedule, Step
 
 
@@ -33,11 +34,11 @@ def run(schedule: Schedule, arrays: Sequence[Any], constants: Sequence[Any] | No
     def read(atom: Atom, layout: Layout) -> Any:
         if isinstance(atom, Literal):
             value = np.asarray(atom.value, atom.array.dtype)
-            return value if layout == whole(axes) else convert(jax.numpy.asarray(value), whole(axes), layout, axes)
+            return value if layout == whole(axes) else convert(jax.numpy.asarray(value), (), whole(axes), layout, axes)
         forms = env[atom]
         source = forms.source(layout, atom.array, axes)
         if source != layout:
-            forms.held[layout] = convert(forms.held[source], source, layout, axes)
+            forms.held[layout] = convert(forms.held[source], atom.array.shape, source, layout, axes)
         return forms.held[layout]
 
     def write(var: Var, layout: Layout, value: Any) -> None:
@@ -62,12 +63,15 @@ def run(schedule: Schedule, arrays: Sequence[Any], constants: Sequence[Any] | No
 def _results(step: Step, operands: list[Any], axes: tuple[Axis, ...]) -> Sequence[Any]:
     if step.bodies:
         return control_flow.emit(step, _match(operands, step.operands, axes), run)
+    equation = step.equation
+    if step.fill:
+        blocks = (_block(a.array.shape, p, axes) for a, p in zip(equation.inputs, step.operands, strict=True))
+        operands = [filled(*given) for given in zip(operands, blocks, step.operands, step.fill, strict=True)]
     operands = operands if step.apart else _alike(operands)
     if step.emit is None and step.equation.primitive.multiple_results:
         return step.equation.primitive.bind(*operands, **step.params)
     if step.emit is None:
         return [step.equation.primitive.bind(*operands, **step.params)]
-    equation = step.equation
     inputs = tuple(_block(a.array.shape, p, axes) for a, p in zip(equation.inputs, step.operands, strict=True))
     outputs = tuple(_block(v.array.shape, p, axes) for v, p in zip(equation.outputs, step.results, strict=True))
     names = tuple(name for axis in axes for name in axis.names)

@@ -30,19 +30,26 @@ class Split:
     `(T, B) -> (T*B)`. `dealt`: the blocks hold the examples in another order, which is only given to readers that do
     not mind (see `rules/microbatches.py`). `batch` records that the split comes from the examples, not from the state;
     it never makes two placements differ, it only says who yields when the two meet.
+
+    A dimension that the replicas do not divide is padded to `extent` elements before it is cut. What stands in the
+    padding is never defined: elementwise rules compute with it, and rules that mix elements fill it first. Where
+    several axes split one dimension, the outermost carries the extent, and the others divide what it leaves.
     """
 
     dim: int
     outer: int = 1
     batch: bool = field(default=False, compare=False)
     dealt: bool = False
+    extent: int = 0  # 0: the dimension divides as it is
 
     def on(self, dim: int, outer: int = 1) -> Split:
         """The same split, carried to another dimension."""
-        return Split(dim, outer, self.batch)
+        return Split(dim, outer, self.batch, extent=self.extent)
 
     def __str__(self) -> str:
-        return f"split({self.dim})" if self.outer == 1 else f"split({self.dim}, outer={self.outer})"
+        outer = f", outer={self.outer}" if self.outer > 1 else ""
+        padded = f", padded to {self.extent}" if self.extent else ""
+        return f"split({self.dim}{outer}{padded})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +117,21 @@ def is_batch(placement: Placement) -> bool:
 
 def divides(shape: tuple[int, ...], split: Split, n: int) -> bool:
     """Can `split` cut this shape into n equal blocks?"""
-    return split.dim < len(shape) and shape[split.dim] > 0 and shape[split.dim] % (split.outer * n) == 0
+    if split.dim >= len(shape) or shape[split.dim] <= 0:
+        return False
+    if split.extent:
+        return split.outer == 1 and split.extent >= shape[split.dim] and split.extent % n == 0
+    return shape[split.dim] % (split.outer * n) == 0
+
+
+def cut(shape: tuple[int, ...], dim: int, n: int, batch: bool = False) -> Split:
+    """The split of one dimension in n, padded where n does not divide it."""
+    size = shape[dim]
+    return Split(dim, batch=batch, extent=0 if size and size % n == 0 else -(-size // n) * n)
+
+
+def is_padded(placement: Placement) -> bool:
+    return isinstance(placement, Split) and placement.extent > 0
 
 
 def local_shape(shape: tuple[int, ...], placement: Placement, n: int) -> tuple[int, ...]:
@@ -118,7 +139,19 @@ def local_shape(shape: tuple[int, ...], placement: Placement, n: int) -> tuple[i
     if not isinstance(placement, Split):
         return shape
     assert divides(shape, placement, n), f"{placement} does not divide {shape} by {n}"
-    return shape[: placement.dim] + (shape[placement.dim] // n,) + shape[placement.dim + 1 :]
+    return resized(shape, placement.dim, (placement.extent or shape[placement.dim]) // n)
+
+
+def resized(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
+    return shape[:dim] + (size,) + shape[dim + 1 :]
+
+
+def padded_shape(shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
+    """The shape with its padding: that of the array which holds such a value at rest."""
+    for placement in layout:
+        if isinstance(placement, Split) and placement.extent:
+            shape = resized(shape, placement.dim, placement.extent)
+    return shape
 
 
 def block_shape(shape: tuple[int, ...], layout: Layout, axes: tuple[Axis, ...]) -> tuple[int, ...]:

@@ -6,9 +6,9 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 
-from .layout import REPLICATED, VARYING, Array, Partial, Placement, Split, divides, local_shape
+from .layout import REPLICATED, VARYING, Array, Partial, Placement, Split, cut, divides, is_padded, local_shape
 from .rules import Decision, Site, replicate, rule_for
-from .rules.core import speaks_of_replicas
+from .rules.core import minds_padding, speaks_of_replicas
 
 
 def localise(site: Site, decision: Decision) -> Site:
@@ -35,6 +35,8 @@ def offers(site: Site, placements: tuple[Placement, ...]) -> Iterator[Decision]:
         yield replicate(site)
         if not any(site.wants):
             return
+    if any(map(is_padded, placements)) and not minds_padding(site.primitive):
+        return
     found = rule(site, placements) if rule else None
     if found is None:
         return
@@ -70,7 +72,8 @@ def trial_for(site: Site, r: int, split: Split) -> Decision | None:
         for dim in sorted(range(ndim), key=lambda d: d != split.dim):
             for outer in dict.fromkeys((1, split.outer)):
                 tried = split.on(dim, outer)
-                if divides(site.inputs[i].shape, tried, site.n):
+                same = site.inputs[i].shape[dim] == site.outputs[r].shape[split.dim]  # padding suits one size only
+                if divides(site.inputs[i].shape, tried, site.n) and (same or not split.extent):
                     placements = tuple(tried if j == i else REPLICATED for j in range(len(site.inputs)))
                     for decision in offers(site, placements):
                         if decision.results[r] == split and decision.operands[i] == tried:
@@ -96,7 +99,7 @@ def condensed(site: Site) -> list[int]:
 def _some_split(site: Site, i: int, accept: Callable[[Decision], bool]) -> bool:
     """Is there a split of operand i (all others replicated) for which the rule offers an acceptable decision?"""
     for dim in range(site.inputs[i].ndim):
-        tried = Split(dim)
+        tried = cut(site.inputs[i].shape, dim, site.n)
         if divides(site.inputs[i].shape, tried, site.n):
             placements = tuple(tried if j == i else REPLICATED for j in range(len(site.inputs)))
             if any(d.operands[i] == tried and accept(d) for d in offers(site, placements)):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from itertools import repeat
 from typing import Any
 
@@ -17,11 +18,11 @@ from .layout import (
     Array,
     Axis,
     Layout,
-    Split,
     Varying,
     block_shape,
-    divides,
+    cut,
     is_batch,
+    padded_shape,
     partition_spec,
     show,
 )
@@ -42,6 +43,7 @@ class Leaf:
     role: str  # weight, auxiliary, frozen, batch, input
     layout: str
     spec: PartitionSpec
+    held: tuple[int, ...]  # the shape of the array that holds it: larger than `shape` where that is padded
     bytes_before: int  # a replica
     bytes_after: int
     reason: str
@@ -190,7 +192,8 @@ def _examples(captured: Captured, axes: tuple[Axis, ...]) -> dict[int, Layout]:
     """The batch: split on its examples, or each replica's own in a per-replica step."""
     if captured.axis_name is not None:
         return dict.fromkeys(captured.batch, (VARYING,) * len(axes))
-    return {i: (Split(dim, batch=True),) * len(axes) for i, dim in captured.batch.items()}
+    inputs, all_axes = captured.program.inputs, (True,) * len(axes)
+    return {i: split_on(inputs[i].array.shape, dim, axes, all_axes, batch=True) for i, dim in captured.batch.items()}
 
 
 # -- roles --------------------------------------------------------------------------------------------------------
@@ -240,38 +243,56 @@ def _rest(
         return everywhere, f"small: {array.nbytes} bytes, below min_shard_bytes={options.min_shard_bytes}"
     layout = split_layout(array, axes, shared)
     if layout is None:
-        n = " and ".join(str(a.size) for a, s in zip(axes, shared, strict=True) if s)
-        return everywhere, f"no dimension of {list(array.shape)} divides by {n}"
+        return everywhere, f"{list(array.shape)} has no dimension to split"
     verb = "gathered where the forward pass reads it" if role == "weight" else _WHY_SPLIT
     return layout, verb
 
 
 def split_layout(array: Array, axes: tuple[Axis, ...], shared: tuple[bool, ...]) -> Layout | None:
-    """The first dimension that divides evenly, so that all leaves of one shape agree."""
-    sharded = [(k, axis) for k, axis in enumerate(axes) if shared[k]]
-    for dim in range(array.ndim):
-        shape, layout = array.shape, list(whole(axes))
-        for k, axis in sharded:
-            split = Split(dim)
-            if not divides(shape, split, axis.size):
-                break
-            layout[k] = split
-            shape = block_shape(shape, (split,), (axis,))
-        else:
-            return tuple(layout)
-    return None
+    """The dimension with the least padding, the first of equals: so all leaves of one shape agree."""
+    n = math.prod(axis.size for axis, state in zip(axes, shared, strict=True) if state)
+
+    def waste(dim: int) -> float:
+        return -(-array.shape[dim] // n) * n / array.shape[dim]
+
+    dims = [d for d, size in enumerate(array.shape) if size > 1]
+    return split_on(array.shape, min(dims, key=waste), axes, shared) if dims else None
+
+
+def split_on(
+    shape: tuple[int, ...], dim: int, axes: tuple[Axis, ...], shared: tuple[bool, ...], batch: bool = False
+) -> Layout:
+    """One dimension over several axes, nested in mesh order. The outermost carries the padding of all."""
+    sharded = [k for k in range(len(axes)) if shared[k]]
+    first = cut(shape, dim, math.prod(axes[k].size for k in sharded), batch)
+    layout = list(whole(axes))
+    for k in sharded:
+        layout[k] = first if k == sharded[0] else replace(first, extent=0)
+    return tuple(layout)
 
 
 def _leaf(path: str, var: Var, role: str, layout: Layout, axes: tuple[Axis, ...], reason: str) -> Leaf:
     array = var.array
     if any(isinstance(p, Varying) for p in layout):  # the program sees one replica's share of the batch already
         return Leaf(
-            path, array.shape, str(array.dtype), role, show(layout), PartitionSpec(), array.nbytes, array.nbytes, reason
+            path,
+            array.shape,
+            str(array.dtype),
+            role,
+            show(layout),
+            PartitionSpec(),
+            array.shape,
+            array.nbytes,
+            array.nbytes,
+            reason,
         )
     block = Array(block_shape(array.shape, layout, axes), array.dtype)
     spec = partition_spec(array.ndim, layout, axes)
     before = block.nbytes if any(map(is_batch, layout)) else array.nbytes
-    return Leaf(path, array.shape, str(array.dtype), role, show(layout), spec, before, block.nbytes, reason)
+    held = padded_shape(array.shape, layout)
+    if held != array.shape:
+        reason += f"; padded by {1 - array.size / math.prod(held):.2%}"
+    return Leaf(path, array.shape, str(array.dtype), role, show(layout), spec, held, before, block.nbytes, reason)
 
 
 def _check_outputs(captured: Captured, unsharded: Schedule) -> None:

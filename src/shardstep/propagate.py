@@ -21,7 +21,7 @@ from typing import Any
 from . import compat
 from .collectives import Move, cost, layout_cost, priced_moves, wire_dtype
 from .demands import demands_of
-from .layout import REPLICATED, Array, Axis, Layout, Partial, Placement, Replicated, Split, fits, is_batch, put
+from .layout import REPLICATED, Array, Axis, Layout, Partial, Placement, Replicated, Split, Varying, fits, is_batch, put
 from .offers import combinations, localise, offers, work
 from .program import Atom, Equation, Literal, Program, Var, count_uses
 from .rules import Decision, Site, control_flow, microbatches, replicate, rule_for
@@ -92,7 +92,7 @@ class Forward:
         self.program = program
         self.memo = memo  # decisions taken before, by kind of equation
         self.draws = draws  # split random numbers that are drawn one row per example
-        self.examples: set[int] = set()  # how many examples the batch has
+        self.examples: dict[int, Layout] = {}  # how many examples the batch has, and how they are split
         self.axes = axes
         self.demands = demands
         self.forms: dict[Var, Forms] = {}
@@ -112,7 +112,7 @@ class Forward:
             self.forms[var].held[held] = None
             if any(map(is_batch, layout)):
                 self.from_batch.add(var)
-                self.examples.update(var.array.shape[p.dim] for p in layout if isinstance(p, Split) and self.draws)
+                self.examples.update((var.array.shape[p.dim], layout) for p in layout if isinstance(p, Split))
             else:
                 self.origins[var] = 1 << i
         for var, _ in self.program.constants:
@@ -188,6 +188,7 @@ class Forward:
             site.params,
             emits[-1] if emits else None,
             apart=all(d.apart for d in per_axis),
+            fill=_fills([d.fill for d in per_axis if d.fill]),
             gathered=len(self.fallbacks) > fallbacks,
         )
 
@@ -275,8 +276,9 @@ class Forward:
             return None  # a constant becomes whatever is wanted of it, at no cost: block, term or whole
         if demand.splits and not demand.full:
             return demand.splits[0]
-        if is_draw(equation) and var.array.ndim and var.array.shape[0] in self.examples:
-            return Split(0, batch=True)
+        examples = self.examples.get(var.array.shape[0]) if var.array.ndim and self.draws else None
+        if examples and is_draw(equation) and isinstance(split := examples[k], Split):
+            return split.on(0)
         return None
 
     def split_again(self, equation: Equation) -> None:
@@ -348,10 +350,20 @@ def _marked(placements: Sequence[Sequence[Placement]]) -> tuple[tuple[tuple[Plac
     return tuple(tuple((p, is_batch(p)) for p in choices) for choices in placements)
 
 
+def _fills(decided: Sequence[tuple[str | None, ...]]) -> tuple[str | None, ...]:
+    """What some axis wants of the padding: a dimension that is padded along several is mixed along all or none."""
+    return tuple(next((f for f in fills if f), None) for fills in zip(*decided, strict=True))
+
+
 def is_draw(equation: Equation) -> bool:
     return equation.primitive is compat.primitive("random_bits")
 
 
 def at_rest(layout: Layout) -> Layout:
     """The nearest layout that a value may keep outside the step."""
-    return tuple(REPLICATED if isinstance(p, Partial) or (isinstance(p, Split) and p.outer > 1) else p for p in layout)
+    return tuple(p if isinstance(p, Replicated | Varying) or _rests(p) else REPLICATED for p in layout)
+
+
+def _rests(placement: Placement) -> bool:
+    """An ordinary array has equal blocks, in order. (State that is padded knows its layout beforehand.)"""
+    return isinstance(placement, Split) and placement.outer == 1 and not placement.extent

@@ -98,6 +98,7 @@ class Step:
     bodies: tuple[Schedule, ...] = ()
     apart: bool = False  # each result depends on its own operand alone
     gathered: bool = False  # no rule could keep its operands as they were
+    fill: tuple[str | None, ...] = ()  # what the padding of each operand is filled for, see `Decision`
 
 
 @dataclass(frozen=True, eq=False)

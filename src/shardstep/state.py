@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Container, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -13,29 +15,69 @@ from jax.sharding import NamedSharding
 
 from .arguments import shape_of
 from .errors import ShardstepError
+from .padded import Padded
 
 
-def place(
-    leaves: Sequence[Any], shardings: Sequence[NamedSharding], paths: Sequence[str], donated: Container[int] = ()
-) -> list[Any]:
-    """Lay arrays out. What is already in place is passed on.
+@dataclass(frozen=True)
+class Resting:
+    """How a leaf rests: over which devices, and in an array of which shape, if not its own."""
+
+    path: str
+    sharding: NamedSharding
+    held: tuple[int, ...] | None = None
+
+
+def place(leaves: Sequence[Any], rests: Sequence[Resting], donated: Container[int] = ()) -> list[Any]:
+    """The arrays that hold the leaves as they are to rest. What is already in place is passed on.
 
     Of what is not and will be donated, a copy is laid out: `jax.device_put` may share memory with its argument (even
     when told not to), and donating that memory would take the user's own array away.
     """
+    leaves = [_arrays_alike(x, rest) for x, rest in zip(leaves, rests, strict=True)]
     placed, moving = list(leaves), []
-    held = Counter(map(id, leaves))
-    for i, (x, sharding) in enumerate(zip(leaves, shardings, strict=True)):
-        if not _in_place(x, sharding):
-            _check_devices(x, sharding, paths[i])
+    seen = Counter(map(id, leaves))
+    for i, (x, rest) in enumerate(zip(leaves, rests, strict=True)):
+        if not _in_place(x, rest.sharding):
+            _check_devices(x, rest)
             moving.append(i)
-        elif i in donated and held[id(x)] > 1:
+        elif i in donated and seen[id(x)] > 1:
             placed[i] = jnp.copy(x)  # the same array elsewhere among the arguments: only a copy may be given away
     if moving:
         sources = [_own(leaves[i]) if i in donated else _strong(leaves[i]) for i in moving]
-        for i, x in zip(moving, jax.device_put(sources, [shardings[i] for i in moving]), strict=True):
+        for i, x in zip(moving, jax.device_put(sources, [rests[i].sharding for i in moving]), strict=True):
             placed[i] = x
     return placed
+
+
+def _arrays_alike(x: Any, rest: Resting) -> Any:
+    """The leaf as an array of the shape in which it is to rest."""
+    if isinstance(x, Padded) and x.data.shape == rest.held:
+        return x.data
+    if rest.held is None and not isinstance(x, Padded):
+        return x
+    _check_devices(x.data if isinstance(x, Padded) else x, rest)
+    held = rest.held or x.shape
+    if isinstance(x, jax.core.Tracer):
+        return _fitted(x, x.shape, held)
+    array = x.data if isinstance(x, Padded) else x
+    if isinstance(array, jax.Array) and (not array.committed or array.sharding.device_set == rest.sharding.device_set):
+        return _fit(array, x.shape, held, rest.sharding)
+    return np.pad(np.asarray(x), [(0, new - old) for old, new in zip(x.shape, held, strict=True)])
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _fit(x: jax.Array, shape: tuple[int, ...], held: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
+    return jax.lax.with_sharding_constraint(_fitted(x, shape, held), sharding)
+
+
+def _fitted(x: jax.Array, shape: tuple[int, ...], held: tuple[int, ...]) -> jax.Array:
+    """What an array holds of this shape, in an array of that shape."""
+    return jnp.pad(x[tuple(map(slice, shape))], [(0, new - old) for old, new in zip(shape, held, strict=True)])
+
+
+def returned(x: jax.Array, shape: tuple[int, ...]) -> Any:
+    """A padded array as its user sees it."""
+    return x[tuple(map(slice, shape))] if isinstance(x, jax.core.Tracer) else Padded(x, shape)
 
 
 def _in_place(x: Any, sharding: NamedSharding) -> bool:
@@ -57,7 +99,8 @@ def _strong(x: Any) -> Any:
     return np.asarray(x, shape_of(x)[1]) if np.isscalar(x) else x
 
 
-def _check_devices(x: Any, sharding: NamedSharding, path: str) -> None:
+def _check_devices(x: Any, rest: Resting) -> None:
+    path, sharding = rest.path, rest.sharding
     if isinstance(x, jax.Array) and x.is_deleted():
         raise ShardstepError(
             f"{path} was donated to an earlier call and is gone: use the state that the call returned, or pass"
@@ -77,5 +120,5 @@ def _devices(devices: set[Any]) -> str:
 
 
 def logical(state: Any) -> Any:
-    """The state as a plain pytree of full-shape arrays."""
-    return state
+    """The state as a plain pytree of full-shape arrays: `Padded` leaves become ordinary arrays."""
+    return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, Padded) else x, state)

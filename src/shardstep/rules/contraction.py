@@ -40,19 +40,24 @@ class Index:
         place = self.operands[operand]
         if place is None or place.dim != split.dim or split.outer % place.outer:
             return None
+        if split.extent:  # padding is at the end of a dimension, so the index must be all of it, everywhere
+            alone = all(p is None or p.outer == 1 for p in self.operands + self.results)
+            return 1 if alone and not self.counted_by else None
         k = split.outer // place.outer
         return k if self.size > 0 and self.size % (k * n) == 0 else None
 
-    def split(self, site: Site, k: int, op: str, batch: bool = False) -> Decision:
+    def split(self, site: Site, k: int, op: str, batch: bool = False, extent: int = 0) -> Decision:
         """Cut this index; a result that lacks it was reduced over it, so each replica has one term."""
 
         def cut(place: Split | None, otherwise: Placement) -> Placement:
-            return otherwise if place is None else Split(place.dim, place.outer * k, batch)
+            return otherwise if place is None else Split(place.dim, place.outer * k, batch, extent=extent)
 
+        reduced = extent and None in self.results
         return Decision(
             tuple(cut(place, REPLICATED) for place in self.operands),
             tuple(cut(place, Partial(op)) for place in self.results),
             {**site.params, self.counted_by: site.params[self.counted_by] // site.n} if self.counted_by else None,
+            fill=tuple(None if place is None else op for place in self.operands) if reduced else (),
         )
 
 
@@ -87,7 +92,7 @@ def _follow(site: Site, placements: Sequence[Placement], indices: list[Index], o
     """One decision for each index that some operand is split on. Where batch and state meet, the state yields."""
     batch = _has_batch(placements)
     decisions = [
-        index.split(site, k, op, batch)
+        index.split(site, k, op, batch, split.extent)
         for i, split in enumerate(placements)
         if isinstance(split, Split) and split.batch == batch
         for index in indices

@@ -322,7 +322,7 @@ def _beside_time(forward: Forward, atom: Atom) -> Layout:
     layout = entry(forward, atom)
     for k, placement in enumerate(layout):
         if isinstance(placement, Split) and placement.dim == 0:
-            beside = put(layout, k, placement.on(1))
+            beside = put(layout, k, replace(placement, dim=1, outer=1, extent=0))
             movable = is_batch(placement) and fits(atom.array.shape, beside, forward.axes)
             layout = beside if movable else put(layout, k, REPLICATED)
     return layout

@@ -17,6 +17,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from ..layout import PARTIAL, REPLICATED, Array, Partial, Placement, Split, divides, local_shape
 
@@ -83,7 +86,9 @@ class Decision:
     """How an equation runs along one axis.
 
     `params` are the equation's parameters for local shapes (None: unchanged). `emit(local, *arrays)`
-    replaces binding the primitive where a local block needs to know its place in the whole.
+    replaces binding the primitive where a local block needs to know its place in the whole. `fill` names, for each
+    operand, the reduction that mixes the elements of a padded dimension: the padding is then overwritten with what
+    leaves that reduction unchanged (0 for a sum). Without it, padding passes through and means nothing.
     """
 
     operands: tuple[Placement, ...]
@@ -91,17 +96,24 @@ class Decision:
     params: Mapping[str, Any] | None = None
     emit: Emit | None = None
     apart: bool = False  # each result depends on its own operand alone, so they may lie differently
+    fill: tuple[str | None, ...] = ()
 
 
 Rule = Callable[[Site, tuple[Placement, ...]], Decision | Sequence[Decision] | None]
 
 _RULES: dict[Primitive, Rule] = {}
 _SPEAKS_OF_REPLICAS: set[Primitive] = set()
+_MINDS_PADDING: set[Primitive] = set()
 
 
-def register_rule(primitive: Primitive, rule: Rule) -> None:
-    """Teach shardstep a primitive: `rule(site, placements)` as described in `shardstep.rules.core`."""
+def register_rule(primitive: Primitive, rule: Rule, *, padding: bool = False) -> None:
+    """Teach shardstep a primitive: `rule(site, placements)` as described in `shardstep.rules.core`.
+
+    With `padding`, the rule is also asked about padded splits (`Split.extent`) and must say what to `fill`; without,
+    such operands are gathered.
+    """
     _RULES[primitive] = rule
+    (_MINDS_PADDING.add if padding else _MINDS_PADDING.discard)(primitive)
 
 
 def register(rule: Rule, *primitives: Primitive, per_replica: bool = False) -> None:
@@ -110,13 +122,17 @@ def register(rule: Rule, *primitives: Primitive, per_replica: bool = False) -> N
     `per_replica` rules are those of collectives: they give `Varying` operands a meaning of their own.
     """
     for primitive in primitives:
-        register_rule(primitive, rule)
+        register_rule(primitive, rule, padding=True)
         if per_replica:
             _SPEAKS_OF_REPLICAS.add(primitive)
 
 
 def rule_for(primitive: Primitive) -> Rule | None:
     return _RULES.get(primitive)
+
+
+def minds_padding(primitive: Primitive) -> bool:
+    return primitive in _MINDS_PADDING
 
 
 def speaks_of_replicas(primitive: Primitive) -> bool:
@@ -136,6 +152,27 @@ def splits(placements: Sequence[Placement]) -> list[Split]:
     return sorted(marked, key=lambda s: not s.batch)
 
 
+def neutral(op: str, dtype: Any) -> Any:
+    """What may take part in a reduction without changing it."""
+    if op == "add":
+        return np.zeros((), dtype)
+    if dtype == np.bool_:
+        return np.asarray(op == "min")
+    if jnp.issubdtype(dtype, np.inexact):
+        return np.asarray(-np.inf if op == "max" else np.inf, dtype)
+    return np.asarray(jnp.iinfo(dtype).min if op == "max" else jnp.iinfo(dtype).max, dtype)
+
+
+def filled(x: jax.Array, block: Block, placements: Sequence[Placement], op: str | None) -> jax.Array:
+    """A replica's block with what stands in its padding replaced by the neutral element of `op`."""
+    if op is None:
+        return x
+    for d in {p.dim for p in placements if isinstance(p, Split) and p.extent}:
+        place = lax.broadcasted_iota(np.int32, block.local, d) + block.offsets[d]
+        x = jnp.where(place < block.shape[d], x, neutral(op, x.dtype))
+    return x
+
+
 def partials(placements: Sequence[Placement]) -> list[Partial]:
     return list(dict.fromkeys(p for p in placements if isinstance(p, Partial)))
 
@@ -151,6 +188,8 @@ __all__ = [
     "Site",
     "Split",
     "Partial",
+    "filled",
+    "minds_padding",
     "partials",
     "register",
     "register_rule",

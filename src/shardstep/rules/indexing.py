@@ -62,8 +62,8 @@ def _split_loops(loops: Sequence[Loop], placements: Sequence[Placement]) -> Iter
     seen = set()
     for i, split in sorted(found, key=lambda at: not at[1].batch):
         for loop in loops:
-            if loop[i] == split.dim and (loop, split.outer) not in seen:
-                seen.add((loop, split.outer))
+            if loop[i] == split.dim and (loop, split.outer, split.extent) not in seen:
+                seen.add((loop, split.outer, split.extent))
                 yield loop, split
 
 
@@ -166,7 +166,9 @@ def _owned_rows(site: Site, placements: tuple[Placement, ...]) -> list[Decision]
 
 def _is_pointed_into(split: Placement | None, single: Sequence[int], indexed: Sequence[int]) -> TypeGuard[Split]:
     """Is this a split into blocks of a dimension that indices address element by element?"""
-    return isinstance(split, Split) and split.outer == 1 and split.dim in single and split.dim in indexed
+    if not isinstance(split, Split) or split.outer > 1 or split.extent:  # padding would own indices of its own
+        return False
+    return split.dim in single and split.dim in indexed
 
 
 def _meets_batch(split: Split, others: Sequence[Placement]) -> bool:
@@ -273,7 +275,11 @@ def _terms(term: Partial, lookups: Sequence[Loop], placements: tuple[Placement, 
         return []
     operand = term if term in (PARTIAL, held) else REPLICATED  # every replica may count it into a maximum
     found = _split_loops(lookups, placements)
-    return [Decision((operand, *_along(loop, split)[1:3]), (term,)) for loop, split in found]
+    fill = (None, None, term.op)  # an update that is padding goes to some place or other, and adds nothing there
+    return [
+        Decision((operand, *_along(loop, split)[1:3]), (term,), fill=fill if split.extent else ())
+        for loop, split in found
+    ]
 
 
 def _owned_updates(site: Site, placements: tuple[Placement, ...], write: Callable[..., jax.Array]) -> list[Decision]:

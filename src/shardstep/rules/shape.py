@@ -93,11 +93,23 @@ def _reshaped(site: Site, split: Split) -> Split | None:
     old, new = site.inputs[0].shape, site.outputs[0].shape
     if site.dimensions is not None or 0 in old:
         return None
+    if split.extent:
+        return _reshaped_with_padding(split, old, new)
     outer = math.prod(old[: split.dim]) * split.outer
     for dim in range(len(new)):
         before = math.prod(new[:dim])
         if outer % before == 0 and new[dim] % (outer // before * site.n) == 0:
             return split.on(dim, outer // before)
+    return None
+
+
+def _reshaped_with_padding(split: Split, old: tuple[int, ...], new: tuple[int, ...]) -> Split | None:
+    """`(B, T) -> (B*T)`: padded rows stay whole, so a dimension that starts where the split one does may hold them."""
+    row = math.prod(old[split.dim + 1 :])
+    for dim in range(len(new)):
+        rows, rest = divmod(split.extent * row, math.prod(new[dim + 1 :]))
+        if new[dim] > 1 and math.prod(new[:dim]) == math.prod(old[: split.dim]) and not rest:
+            return Split(dim, batch=split.batch, extent=rows)
     return None
 
 
@@ -155,14 +167,17 @@ def _wanted(site: Site) -> Split | None:
     return want if want and divides(site.outputs[0].shape, want, site.n) else None
 
 
-def broadcast_in_dim(site: Site, placements: tuple[Placement, ...]) -> Sequence[Decision] | Decision:
+def broadcast_in_dim(site: Site, placements: tuple[Placement, ...]) -> Sequence[Decision] | Decision | None:
     (operand,), (whole,), dims = site.inputs, site.outputs, site.broadcast_dimensions
 
     def lands(old: Placement, new: Split) -> Decision:
         return Decision((old,), (new,), site.with_params(shape=site.local(site.shape, new)))
 
     if found := splits(placements):
-        return lands(found[0], found[0].on(int(dims[found[0].dim]), found[0].outer))
+        dim = int(dims[found[0].dim])
+        if operand.shape[found[0].dim] != whole.shape[dim]:
+            return None  # one padded row, of which every replica needs copies
+        return lands(found[0], found[0].on(dim, found[0].outer))
     if partials(placements) and not _grows(site):
         return jointly(site, placements)
     if (want := _wanted(site)) is None:
