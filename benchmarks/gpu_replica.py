@@ -1,0 +1,383 @@
+"""One replica of many on one GPU: what a replica's own work costs, replicated, ZeRO-1 by hand, shardstep.
+
+    python benchmarks/gpu_replica.py --out results/gpu          # one GPU, about seven minutes
+    python benchmarks/gpu_replica.py --smoke --out /tmp/smoke   # tiny sizes on simulated CPU devices
+
+`jax_mock_gpu_topology` lets one GPU compile and run the program of one replica out of N. Its collectives are mocked:
+they cost no time and bring no data. So the step time is the replica's own work, copies and all; what goes over
+the wire is counted in the compiled program instead. The numbers that are computed mean nothing here (other tests see to
+those).
+
+Each workload and replica count runs in a process of its own, because the mocked topology is set before JAX starts. The
+variants take turns in rounds of several steps; the figures are medians over the rounds. Results are written after each
+process: `results.json`, and the optimized programs in `hlo.tar.gz`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+GROUPS = [("six", 8), ("six", 64), ("transformer", 8), ("transformer", 64)]
+
+
+# --- the parent: one process for each workload and replica count ----------------------------------------------------
+
+
+def main() -> None:
+    args = parse()
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.group:
+        workload, replicas = args.group.split(":")
+        child(workload, int(replicas), args)
+        return
+    started, results = time.monotonic(), []
+    for i, (workload, replicas) in enumerate(GROUPS):
+        left = args.deadline - (time.monotonic() - started)
+        # what is left is shared out, but a transformer compiles longer than six matrices do
+        limit = left if i == len(GROUPS) - 1 else left * (0.3 if workload == "six" else 0.6)
+        results.append(in_process(workload, replicas, args, limit))
+        (args.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+        print(table(results[-1]), flush=True)
+    pack(args.out)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--deadline", type=float, default=460, help="seconds for everything (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=5, help="steps of a variant in each round")
+    parser.add_argument("--smoke", action="store_true")
+    parser.add_argument("--group", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def in_process(workload: str, replicas: int, args: argparse.Namespace, limit: float) -> dict[str, Any]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent / "src"), str(HERE)])}
+    # without this flag compilation waits for replicas that do not exist
+    environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_shard_autotuning=false".strip()
+    if args.smoke:
+        environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    command = [sys.executable, __file__, *sys.argv[1:], "--group", f"{workload}:{replicas}"]
+    found = args.out / f"{workload}-{replicas}.json"
+    failure, started = "", time.monotonic()
+    try:
+        done = subprocess.run(command, env=environment, timeout=max(limit, 20), stderr=subprocess.PIPE, text=True)
+        failure = "" if done.returncode == 0 else done.stderr[-4000:]
+    except subprocess.TimeoutExpired as error:
+        text = error.stderr.decode(errors="replace") if isinstance(error.stderr, bytes) else str(error.stderr)
+        failure = f"stopped after {limit:.0f} s; {text[-2000:]}"
+    result = json.loads(found.read_text()) if found.exists() else {"workload": workload, "replicas": replicas}
+    found.unlink(missing_ok=True)
+    return {**result, "failure": failure, "seconds": round(time.monotonic() - started, 1)}
+
+
+def pack(out: Path) -> None:
+    """The programs are large, and there are many of them."""
+    with tarfile.open(out / "hlo.tar.gz", "w:gz") as archive:
+        for path in sorted(out.glob("*.hlo")):
+            archive.add(path, path.name)
+            path.unlink()
+
+
+def table(result: dict[str, Any]) -> str:
+    lines = [f"{result['workload']}, one replica of {result['replicas']} ({result['seconds']} s)"]
+    for name, m in result.get("variants", {}).items():
+        if "failure" in m:
+            lines.append(f"  {name:22s} {m['failure'][:200]}")
+            continue
+        lines.append(
+            f"  {name:22s} {m.get('step_ms', float('nan')):8.2f} ms  arguments {m['argument_bytes'] / 1e9:6.2f} GB"
+            f"  temporaries {m['temporary_bytes'] / 1e9:6.2f} GB  wire {m['wire_bytes'] / 1e9:6.2f} GB"
+            f"  compile {m['compile_s']:5.1f} s  {m['collectives']}"
+        )
+    if result["failure"]:
+        lines.append(f"  FAILED: {result['failure']}")
+    return "\n".join(lines)
+
+
+# --- a process: one workload on one replica of N --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Workload:
+    step: Callable[..., Any]  # (params, moments), batch -> (params, moments), loss
+    params: Any  # shapes
+    batch: Any  # shapes, of the whole batch
+
+
+def child(name: str, replicas: int, args: argparse.Namespace) -> None:
+    import jax
+
+    found = args.out / f"{name}-{replicas}.json"
+    if args.smoke:
+        replicas = min(replicas, 8)
+        jax.config.update("jax_num_cpu_devices", replicas)
+    else:
+        jax.config.update("jax_mock_gpu_topology", f"1x{replicas}x1")
+    import numpy as np
+
+    assert len(jax.devices()) == replicas, jax.devices()
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()), ("data",))
+    workload = (six if name == "six" else transformer)(replicas, args.smoke)
+    result: dict[str, Any] = {
+        "workload": name,
+        "replicas": replicas,
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "parameters": sum(x.size for x in jax.tree.leaves(workload.params)),
+        "variants": {},
+    }
+    running: dict[str, Run] = {}
+
+    def save() -> None:
+        found.write_text(json.dumps(result, indent=1))
+
+    for variant, build in VARIANTS.items():
+        try:
+            started = time.monotonic()
+            step, shardings, batch = build(workload, mesh)
+            compiled, measured = inspect(step, workload, shardings, batch)
+            measured["compile_s"] = round(time.monotonic() - started, 1)
+            (args.out / f"{name}-{replicas}-{variant}.hlo").write_text(compiled.as_text())
+            result["variants"][variant] = measured
+            save()
+            running[variant] = Run.start(step, workload, shardings, batch)
+        except Exception as error:  # out of memory, say: the other variants still count
+            result["variants"].setdefault(variant, {})["failure"] = f"{type(error).__name__}: {error}"[:1000]
+        save()
+    take_turns(running, args.rounds, args.steps, result["variants"])
+    save()
+
+
+def inspect(step: Any, workload: Workload, shardings: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
+    from hlo import collectives, counts, wire_bytes
+
+    compiled = step.lower(
+        shaped((workload.params, moments(workload)), shardings), shaped(workload.batch, batch)
+    ).compile()
+    memory = compiled.memory_analysis()
+    found = collectives(compiled.as_text())
+    return compiled, {
+        "argument_bytes": memory.argument_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "output_bytes": memory.output_size_in_bytes,
+        "aliased_bytes": memory.alias_size_in_bytes,
+        "wire_bytes": wire_bytes(found),
+        "collectives": counts(found),
+        "wire_dtypes": sorted({f"{c.kind} {c.dtype}" for c in found}),
+    }
+
+
+@dataclass
+class Run:
+    """A variant with its state on the device."""
+
+    step: Any
+    state: Any
+    batch: Any
+
+    @classmethod
+    def start(cls, step: Any, workload: Workload, shardings: Any, batch: Any) -> Run:
+        import jax
+
+        run = cls(step, fill((workload.params, moments(workload)), shardings), fill(workload.batch, batch))
+        for _ in range(3):
+            run.state, _ = run.step(run.state, run.batch)
+        jax.block_until_ready(run.state)
+        return run
+
+    def seconds(self, steps: int) -> float:
+        import jax
+
+        started = time.perf_counter()
+        for _ in range(steps):
+            self.state, _ = self.step(self.state, self.batch)
+        jax.block_until_ready(self.state)
+        return (time.perf_counter() - started) / steps
+
+
+def take_turns(running: dict[str, Run], rounds: int, steps: int, into: dict[str, Any]) -> None:
+    times: dict[str, list[float]] = {name: [] for name in running}
+    for _ in range(rounds):
+        for name, run in running.items():
+            times[name].append(1e3 * run.seconds(steps))
+    for name, ms in times.items():
+        low, median, high = statistics.quantiles(ms, n=4, method="inclusive")
+        into[name] |= {"step_ms": round(median, 3), "quartiles_ms": [round(low, 3), round(high, 3)]}
+
+
+def fill(shapes: Any, shardings: Any) -> Any:
+    """Arrays born in their sharding: no replica exists that could be sent a copy."""
+    import jax
+    import jax.numpy as jnp
+
+    def values(i: int, x: Any) -> Any:
+        if jnp.issubdtype(x.dtype, jnp.integer):
+            return jax.lax.broadcasted_iota(x.dtype, x.shape, x.ndim - 1) % 1000 if x.ndim else jnp.zeros((), x.dtype)
+        ramp = jax.lax.broadcasted_iota(jnp.float32, x.shape, x.ndim - 1) if x.ndim else jnp.float32(1)
+        return (0.02 * jnp.abs(jnp.sin(ramp * (i + 1)))).astype(x.dtype)
+
+    def create() -> Any:
+        leaves, treedef = jax.tree.flatten(shapes)
+        return jax.tree.unflatten(treedef, [values(i, x) for i, x in enumerate(leaves)])
+
+    return jax.jit(create, out_shardings=shardings)()
+
+
+def shaped(shapes: Any, shardings: Any) -> Any:
+    import jax
+
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+
+
+def optimizer() -> Any:
+    import optax
+
+    return optax.adam(1e-4)
+
+
+def moments(workload: Workload) -> Any:
+    import jax
+
+    return jax.eval_shape(optimizer().init, workload.params)
+
+
+# --- workloads ------------------------------------------------------------------------------------------------------
+
+
+def training(loss: Callable[..., Any]) -> Callable[..., Any]:
+    import jax
+    import optax
+
+    def step(state: Any, batch: Any) -> Any:
+        params, moments = state
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        updates, moments = optimizer().update(grads, moments, params)
+        return (optax.apply_updates(params, updates), moments), value
+
+    return step
+
+
+def six(replicas: int, smoke: bool) -> Workload:
+    """Six 8192x8192 weights, bf16 products, 16 examples a replica: almost nothing but weight update."""
+    import jax
+    import jax.numpy as jnp
+
+    width = 256 if smoke else 8192
+
+    def loss(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+        for w in weights:
+            x = jnp.tanh(x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16))
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    params = [jax.ShapeDtypeStruct((width, width), jnp.float32)] * 6
+    return Workload(training(loss), params, jax.ShapeDtypeStruct((16 * replicas, width), jnp.float32))
+
+
+def transformer(replicas: int, smoke: bool) -> Workload:
+    """A Flax transformer of 1.3 billion parameters, f32 weights, bf16 compute; two sequences of 1024 a replica."""
+    import flax.linen as nn
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    width, layers, heads, vocabulary, length = (64, 2, 4, 512, 32) if smoke else (2048, 24, 16, 50304, 1024)
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+            y = nn.LayerNorm(dtype=jnp.bfloat16)(x)
+            x = x + nn.MultiHeadDotProductAttention(heads, dtype=jnp.bfloat16)(y, mask=mask)
+            y = nn.LayerNorm(dtype=jnp.bfloat16)(x)
+            return x + nn.Dense(width, dtype=jnp.bfloat16)(nn.gelu(nn.Dense(4 * width, dtype=jnp.bfloat16)(y)))
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, tokens: jax.Array) -> jax.Array:
+            embed = nn.Embed(vocabulary, width, dtype=jnp.bfloat16)
+            positions = self.param("positions", nn.initializers.normal(0.02), (length, width))
+            x = embed(tokens) + positions.astype(jnp.bfloat16)
+            mask = nn.make_causal_mask(tokens, dtype=jnp.bool_)
+            for _ in range(layers):
+                x = Block()(x, mask)
+            return embed.attend(nn.LayerNorm(dtype=jnp.bfloat16)(x))
+
+    model = Model()
+
+    def loss(params: Any, tokens: jax.Array) -> jax.Array:
+        logits = model.apply({"params": params}, tokens[:, :-1]).astype(jnp.float32)
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]))
+
+    tokens = jax.ShapeDtypeStruct((2 * replicas, length + 1), jnp.int32)
+    one = jax.ShapeDtypeStruct((1, length), jnp.int32)
+    params = jax.eval_shape(model.init, jax.random.key(0), one)["params"]
+    return Workload(training(loss), params, tokens)
+
+
+# --- variants: the step, how its state rests, how its batch lies ----------------------------------------------------
+
+
+def replicated(workload: Workload, mesh: Any) -> tuple[Any, Any, Any]:
+    import jax
+
+    everywhere, by_example = named(mesh), named(mesh, "data")
+    state = jax.tree.map(lambda _: everywhere, (workload.params, moments(workload)))
+    step = jax.jit(workload.step, in_shardings=(state, by_example), out_shardings=(state, everywhere), donate_argnums=0)
+    return step, state, by_example
+
+
+def zero1(workload: Workload, mesh: Any) -> tuple[Any, Any, Any]:
+    """A NamedSharding on each moment, along its first dimension that the replicas divide."""
+    import jax
+
+    def rest(x: Any) -> Any:
+        found = next((d for d, size in enumerate(x.shape) if size and size % mesh.size == 0), None)
+        return named(mesh) if found is None else named(mesh, *[None] * found, "data")
+
+    everywhere, by_example = named(mesh), named(mesh, "data")
+    state = (jax.tree.map(lambda _: everywhere, workload.params), jax.tree.map(rest, moments(workload)))
+    step = jax.jit(workload.step, in_shardings=(state, by_example), out_shardings=(state, everywhere), donate_argnums=0)
+    return step, state, by_example
+
+
+def sharded(weights: str) -> Callable[..., Any]:
+    def build(workload: Workload, mesh: Any) -> tuple[Any, Any, Any]:
+        import shardstep
+
+        step = shardstep.shard(workload.step, mesh, weights=weights, batch_argnums=1)
+        plan = step.plan((workload.params, moments(workload)), workload.batch)
+        (state, batch), _ = plan.shardings
+        return step, state, batch
+
+    return build
+
+
+def named(mesh: Any, *spec: Any) -> Any:
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+VARIANTS = {
+    "replicated": replicated,
+    "zero1": zero1,
+    "shardstep": sharded("replicated"),
+    "shardstep-sharded": sharded("sharded"),
+}
+
+
+if __name__ == "__main__":
+    main()
