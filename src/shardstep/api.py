@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -19,6 +18,7 @@ from .errors import ShardstepError
 from .layout import Axis, Layout, Varying, padded_shape, partition_spec
 from .options import Options
 from .plan import Decided, Plan, decide, describe
+from .replicas import Replicas
 from .state import Resting, place, returned
 
 
@@ -64,61 +64,9 @@ def shard(
         None if batch_argnames is None else as_tuple(batch_argnames, str),
         batch_axis if isinstance(batch_axis, int) else tuple(batch_axis),
     )
-    replicas = Replicas.of(mesh, axis, group)
-    return ShardedStep(step, signature, replicas, batch, axis_name, weights, options or Options())
-
-
-@dataclass(frozen=True)
-class Replicas:
-    """The mesh as shardstep uses it: Auto axes, the data axes among them, and those that state may be split along."""
-
-    mesh: Mesh
-    axes: tuple[Axis, ...]
-    shared: tuple[bool, ...]
-
-    @property
-    def count(self) -> int:
-        return int(np.prod([a.size for a in self.axes]))
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(n for a in self.axes for n in a.names)
-
-    @classmethod
-    def of(cls, mesh: Mesh, axis: str | Sequence[str] | None, group: int | None) -> Replicas:
-        names = tuple(mesh.axis_names) if axis is None else as_tuple(axis, str)
-        for name in names:
-            if name not in mesh.axis_names:
-                raise ShardstepError(
-                    f"axis={name!r} is not an axis of the mesh, which has {', '.join(mesh.axis_names)}"
-                )
-        names = tuple(n for n in mesh.axis_names if n in names)
-        size = int(np.prod([mesh.shape[n] for n in names]))
-        # ordinary code on arrays of an Explicit mesh raises sharding errors; the rewritten step needs an Auto mesh
-        auto = Mesh(mesh.devices, mesh.axis_names)
-        if group is None or group == size:
-            return cls(auto, (Axis(names, size, _widens(mesh)),), (True,))
-        return cls._grouped(auto, names, size, group)
-
-    @classmethod
-    def _grouped(cls, mesh: Mesh, names: tuple[str, ...], size: int, group: int) -> Replicas:
-        """Split the data axis in two: between groups, and within a group."""
-        if len(names) != 1:
-            raise ShardstepError("group= needs one data axis; on a mesh with several, name the inner one with axis=")
-        if group < 1 or size % group:
-            raise ShardstepError(f"group={group} does not divide the {size} replicas of axis {names[0]!r}")
-        where = mesh.axis_names.index(names[0])
-        shape = mesh.devices.shape
-        devices = mesh.devices.reshape(*shape[:where], size // group, group, *shape[where + 1 :])
-        between, within = f"{names[0]}_groups", f"{names[0]}_group"
-        axis_names = (*mesh.axis_names[:where], between, within, *mesh.axis_names[where + 1 :])
-        axes = (Axis((between,), size // group, _widens(mesh)), Axis((within,), group, _widens(mesh)))
-        return cls(Mesh(devices, axis_names), axes, (False, True))
-
-
-def _widens(mesh: Mesh) -> bool:
-    """XLA's CPU backend forms sums of 16-bit floats in float32: the rewritten step does the same."""
-    return mesh.devices.flat[0].platform == "cpu"
+    options = options or Options()
+    replicas = Replicas.of(mesh, axis, group, options.topology)
+    return ShardedStep(step, signature, replicas, batch, axis_name, weights, options)
 
 
 class ShardedStep:
@@ -182,7 +130,7 @@ class ShardedStep:
     def _rewrite(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Rewritten:
         replicas = self.replicas
         captured = capture(
-            self.step, self._signature, args, kwargs, self._batch, replicas.names, replicas.count, self.axis_name
+            self.step, self._signature, args, kwargs, self._batch, replicas.known_names, replicas.count, self.axis_name
         )
         if self.axis_name is not None and not uses_axis(captured.program, self.axis_name):
             raise ShardstepError(
@@ -190,7 +138,7 @@ class ShardedStep:
                 " would train on its own batch alone. A step for the whole batch (as for jax.jit) goes without."
             )
         refuse(captured.program)
-        decided = decide(captured, replicas.axes, replicas.shared, self._weights, self.options)
+        decided = decide(captured, replicas, self._weights, self.options)
         return Rewritten(captured, decided, replicas, self.options)
 
 
@@ -211,12 +159,10 @@ class Rewritten:
             self._spec(max(atom.array.ndim, 1), layout, axes, 0)
             for atom, layout in zip(captured.program.outputs, decided.outputs, strict=True)
         ]
-        constants = [value for _, value in captured.program.constants]
         self.rests = [
             Resting(path, NamedSharding(self.mesh, spec), self._held(array.shape, layout))
             for path, spec, array, layout in zip(captured.paths, specs, inputs, decided.inputs, strict=True)
         ]
-        self.constants = [jax.device_put(c, NamedSharding(self.mesh, PartitionSpec())) for c in constants]
         self.padded_outputs = [
             o
             for o, (atom, layout) in enumerate(zip(captured.program.outputs, decided.outputs, strict=True))
@@ -227,7 +173,7 @@ class Rewritten:
             jax.shard_map(
                 functools.partial(_replica, decided, len(inputs)),
                 mesh=self.mesh,
-                in_specs=(*specs, *[PartitionSpec()] * len(constants)),
+                in_specs=(*specs, *[PartitionSpec()] * len(captured.program.constants)),
                 out_specs=tuple(outs),
                 axis_names=set(replicas.names),
                 check_vma=options.check,
@@ -254,6 +200,12 @@ class Rewritten:
     def plan(self) -> Plan:
         return describe(self.captured, self.decided, self.mesh)
 
+    @functools.cached_property
+    def constants(self) -> list[jax.Array]:
+        """Placed when first run: a step may also be lowered for devices that are not there."""
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
+        return [jax.device_put(value, everywhere) for _, value in self.captured.program.constants]
+
     def place(self, leaves: Sequence[Any]) -> list[Any]:
         """The arrays that hold the arguments, as the compiled step takes them."""
         return place(leaves, self.rests, self.donated)
@@ -269,7 +221,11 @@ class Rewritten:
         for leaf, rest in zip(self.captured.call.leaves, self.rests, strict=True):
             shape, dtype = shape_of(leaf)
             shapes.append(jax.ShapeDtypeStruct(rest.held or shape, dtype, sharding=rest.sharding))
-        return self._run.lower(*shapes, *self.constants)
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
+        constants = [
+            jax.ShapeDtypeStruct(*shape_of(value), sharding=everywhere) for _, value in self.captured.program.constants
+        ]
+        return self._run.lower(*shapes, *constants)
 
 
 def _replica(decided: Decided, count: int, *blocks: jax.Array) -> tuple[jax.Array, ...]:

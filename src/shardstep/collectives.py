@@ -96,22 +96,44 @@ def moves(source: Layout, target: Layout) -> Iterator[Move]:
     """The conversion as single moves, in an order in which every step is a layout.
 
     Axes that split the same dimension nest in mesh order, so an outer axis cannot be gathered under an inner one:
-    inner splits are undone first (innermost axis first) and made again last (outermost first). What is to be split is
-    split before anything else is reduced: an all-reduce of a shard is cheaper than one of the whole.
+    inner splits are undone first and made again last. Otherwise inner axes, whose links are the faster ones, are split
+    first and gathered last, when there is most to carry. What is to be split is split before anything else is reduced:
+    an all-reduce of a shard is cheaper than one of the whole.
     """
     current = list(source)
+    undone: list[int] = []
+    whole = list(source)  # `current` with what is undone
     for k in reversed(range(len(current))):
-        inner_of_change = isinstance(current[k], Split) and any(
-            current[j] != target[j] and _dims(current[j], target[j]) & _dims(current[k]) for j in range(k)
-        )
-        if isinstance(current[k], Split) and (
-            inner_of_change or (current[k] != target[k] and not _direct(current, target, k))
+        if isinstance(whole[k], Split) and (
+            _inside_of_change(whole, target, k) or (whole[k] != target[k] and not _direct(whole, target, k))
         ):
-            yield Move(k, current[k], REPLICATED)
-            current[k] = REPLICATED
+            undone.append(k)
+            whole[k] = REPLICATED
+    for k in _nested(undone, [_dims(p) for p in current], outer_first=False):
+        yield Move(k, current[k], REPLICATED)
+    current = whole
     changing = [k for k in range(len(current)) if current[k] != target[k]]
-    for k in sorted(changing, key=lambda k: not isinstance(target[k], Split)):
+    made = [k for k in changing if isinstance(target[k], Split)]
+    for k in _nested(made, [_dims(p) for p in target], outer_first=True):
         yield Move(k, current[k], target[k])
+    for k in changing:
+        if k not in made:
+            yield Move(k, current[k], target[k])
+
+
+def _inside_of_change(current: list[Placement], target: Layout, k: int) -> bool:
+    """Does an axis further out change its split of the dimension that axis k splits?"""
+    return any(current[j] != target[j] and _dims(current[j], target[j]) & _dims(current[k]) for j in range(k))
+
+
+def _nested(axes: list[int], dims: list[set[int]], outer_first: bool) -> Iterator[int]:
+    """Axes that share a dimension from the outside in (or from the inside out); of the rest, the opposite way."""
+    left = sorted(axes)
+    while left:
+        free = [k for k in left if not any(dims[j] & dims[k] and (j < k if outer_first else j > k) for j in left)]
+        chosen = free[-1] if outer_first else free[0]
+        left.remove(chosen)
+        yield chosen
 
 
 def _dims(*placements: Placement) -> set[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, is_dataclass
 from itertools import repeat
 from typing import Any
 
@@ -20,15 +20,16 @@ from .layout import (
     Layout,
     Varying,
     block_shape,
-    cut,
     is_batch,
     padded_shape,
     partition_spec,
     show,
 )
 from .options import Options
+from .placement import split_layout, split_on
 from .program import Var, count_uses
 from .propagate import Forward, schedule, whole
+from .replicas import Replicas
 from .report.text import table
 from .schedule import Collective, Fallback, Schedule
 
@@ -117,11 +118,9 @@ class Decided:
         return self.schedule.outputs
 
 
-def decide(
-    captured: Captured, axes: tuple[Axis, ...], shared: tuple[bool, ...], weights: str, options: Options
-) -> Decided:
-    """Plan a captured step. `shared[k]` says whether state may be split along data axis k (hybrid groups: not all)."""
-    program = captured.program
+def decide(captured: Captured, replicas: Replicas, weights: str, options: Options) -> Decided:
+    """Plan a captured step."""
+    program, axes = captured.program, replicas.axes
     examples = _examples(captured, axes)
     unsharded = _walk_unsharded(captured)
     _check_outputs(captured, unsharded)
@@ -131,7 +130,7 @@ def decide(
     rests = []
     for i, (var, role) in enumerate(zip(program.inputs, roles, strict=True)):
         updating = role == "frozen" and uses[var] > 1 and i not in unsharded.met_batch  # the update alone reads it
-        rests.append(_rest(var.array, "auxiliary" if updating else role, chosen, axes, shared, options))
+        rests.append(_rest(var.array, "auxiliary" if updating else role, chosen, replicas, options))
     inputs = [examples.get(i, layout) for i, (layout, _) in enumerate(rests)]
     outputs: list[Layout | None] = [None] * len(program.outputs)
     for i, o in captured.state.items():
@@ -227,9 +226,8 @@ def _choose_weights(weights: str) -> tuple[str, str]:
 _WHY_SPLIT = "only the update reads it (split: a partial sum would rest whole on every replica)"
 
 
-def _rest(
-    array: Array, role: str, weights: str, axes: tuple[Axis, ...], shared: tuple[bool, ...], options: Options
-) -> tuple[Layout, str]:
+def _rest(array: Array, role: str, weights: str, replicas: Replicas, options: Options) -> tuple[Layout, str]:
+    axes, shared = replicas.axes, replicas.shared
     everywhere = whole(axes)
     if role == "batch":
         return everywhere, "the examples"
@@ -241,34 +239,11 @@ def _rest(
         return everywhere, "a weight: every replica reads it whole; its update is sharded and gathered"
     if array.nbytes < options.min_shard_bytes:
         return everywhere, f"small: {array.nbytes} bytes, below min_shard_bytes={options.min_shard_bytes}"
-    layout = split_layout(array, axes, shared)
+    layout = split_layout(array, axes, shared, replicas.topology.tiled)
     if layout is None:
         return everywhere, f"{list(array.shape)} has no dimension to split"
     verb = "gathered where the forward pass reads it" if role == "weight" else _WHY_SPLIT
     return layout, verb
-
-
-def split_layout(array: Array, axes: tuple[Axis, ...], shared: tuple[bool, ...]) -> Layout | None:
-    """The dimension with the least padding, the first of equals: so all leaves of one shape agree."""
-    n = math.prod(axis.size for axis, state in zip(axes, shared, strict=True) if state)
-
-    def waste(dim: int) -> float:
-        return -(-array.shape[dim] // n) * n / array.shape[dim]
-
-    dims = [d for d, size in enumerate(array.shape) if size > 1]
-    return split_on(array.shape, min(dims, key=waste), axes, shared) if dims else None
-
-
-def split_on(
-    shape: tuple[int, ...], dim: int, axes: tuple[Axis, ...], shared: tuple[bool, ...], batch: bool = False
-) -> Layout:
-    """One dimension over several axes, nested in mesh order. The outermost carries the padding of all."""
-    sharded = [k for k in range(len(axes)) if shared[k]]
-    first = cut(shape, dim, math.prod(axes[k].size for k in sharded), batch)
-    layout = list(whole(axes))
-    for k in sharded:
-        layout[k] = first if k == sharded[0] else replace(first, extent=0)
-    return tuple(layout)
 
 
 def _leaf(path: str, var: Var, role: str, layout: Layout, axes: tuple[Axis, ...], reason: str) -> Leaf:

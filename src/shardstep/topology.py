@@ -122,13 +122,12 @@ def arrange(devices: Sequence[Any]) -> Arrangement:
     """Find the rings among devices that a user gave in some order."""
     first = devices[0]
     chip = chip_of(first.platform, first.device_kind)
-    flat = _flat(devices, chip)
-    if not chip.link.torus or len(devices) == 1:
-        return flat
+    if not chip.link.torus or len(devices) == 1 or getattr(first, "coords", None) is None:
+        return flat(devices)
     cells = [_cell(d) for d in devices]
     varying = [k for k in range(len(_DIMENSIONS)) if len({c[k] for c in cells}) > 1]
     if not _is_grid([[c[k] for k in varying] for c in cells]):
-        return flat
+        return flat(devices)
     dims = next((d for d in _nestings(varying) if _walks(cells, d)), None)
     if dims is None:  # the devices form a grid, but the user's order jumps about in it
         dims = tuple(varying)
@@ -184,10 +183,18 @@ def _walks(cells: list[tuple[int, ...]], dims: Sequence[int]) -> bool:
     return keys == sorted(keys)
 
 
-def _flat(devices: Sequence[Any], chip: Chip) -> Arrangement:
+def flat(devices: Sequence[Any]) -> Arrangement:
     """One axis over all of them, as the user ordered them."""
+    chip = chip_of(devices[0].platform, devices[0].device_kind)
     ring = Ring(len(devices), chip.link, hosts=len(set(map(_host, devices))), network=chip.network)
     return Arrangement(tuple(range(len(devices))), (ring,), ("",))
+
+
+def host_by_host(devices: Sequence[Any]) -> bool:
+    """Do the devices come one host after the other, the same number of each?"""
+    hosts = [_host(d) for d in devices]
+    runs = [len(list(run)) for _, run in itertools.groupby(hosts)]
+    return len(runs) == len(set(hosts)) and len(set(runs)) == 1
 
 
 def _host(device: Any) -> int:
