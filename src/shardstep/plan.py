@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
 from itertools import repeat
 from typing import Any
 
+import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from . import initial
 from .capture import Captured
 from .errors import ShardstepError
 from .layout import (
@@ -90,6 +92,19 @@ class Plan:
 
     def __str__(self) -> str:
         return table(self)
+
+    def init(self, create_state: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run `create_state(*args, **kwargs)` so that the state is born in its layout.
+
+        It returns what `create_state` returns: the step's state argument, or a tuple of several of them. No device
+        holds more of the optimizer's state than its own part, not even while it is created.
+        """
+        return initial.prepare(self, create_state, args, kwargs).run()
+
+    def sharding(self, leaf: Leaf) -> NamedSharding:
+        """Over which devices the array lies that holds this leaf."""
+        mesh = next(s.mesh for s in jax.tree.leaves(self.shardings) if isinstance(s, NamedSharding))
+        return NamedSharding(mesh, leaf.spec)
 
     @property
     def auxiliary_share(self) -> float:

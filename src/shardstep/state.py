@@ -58,7 +58,7 @@ def _arrays_alike(x: Any, rest: Resting) -> Any:
     _check_devices(x.data if isinstance(x, Padded) else x, rest)
     held = rest.held or x.shape
     if isinstance(x, jax.core.Tracer):
-        return _fitted(x, x.shape, held)
+        return fitted(x, x.shape, held)
     array = x.data if isinstance(x, Padded) else x
     if isinstance(array, jax.Array) and (not array.committed or array.sharding.device_set == rest.sharding.device_set):
         return _fit(array, x.shape, held, rest.sharding)
@@ -67,11 +67,13 @@ def _arrays_alike(x: Any, rest: Resting) -> Any:
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _fit(x: jax.Array, shape: tuple[int, ...], held: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
-    return jax.lax.with_sharding_constraint(_fitted(x, shape, held), sharding)
+    return jax.lax.with_sharding_constraint(fitted(x, shape, held), sharding)
 
 
-def _fitted(x: jax.Array, shape: tuple[int, ...], held: tuple[int, ...]) -> jax.Array:
+def fitted(x: jax.Array, shape: tuple[int, ...], held: tuple[int, ...]) -> jax.Array:
     """What an array holds of this shape, in an array of that shape."""
+    if x.shape == held:
+        return x
     return jnp.pad(x[tuple(map(slice, shape))], [(0, new - old) for old, new in zip(shape, held, strict=True)])
 
 
