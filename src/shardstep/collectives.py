@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout as MemoryLayout
+from jax.experimental.layout import with_layout_constraint
 
 from . import compat
 from .layout import (
@@ -197,7 +199,7 @@ def _perform(x: jax.Array, move: Move, axis: Axis) -> jax.Array:
         case Partial(op), Varying():
             return varying(reduce(x, op, axis), *axis.names)
         case Partial("add"), Split() as s:
-            return _in_view(x, s, lambda v, d: lax.psum_scatter(v, axis.name, scatter_dimension=d, tiled=True))
+            return _in_view(x, s, lambda v, d: scatter(v, d, axis))
         case Partial(op), Split() as s:
             return block(reduce(x, op, axis), s, axis)
         case Split() as s, Replicated():
@@ -218,6 +220,18 @@ def reduce(x: jax.Array, op: str, axis: Axis) -> jax.Array:
     if x.dtype == jnp.bool_:
         return reduce(x.astype(jnp.int8), op, axis).astype(jnp.bool_)
     return {"add": lax.psum, "max": lax.pmax, "min": lax.pmin}[op](x, axis.name)
+
+
+def scatter(x: jax.Array, dim: int, axis: Axis) -> jax.Array:
+    """Reduce-scatter.
+
+    Left alone, the TPU compiler may produce a gradient transposed, and then transposes all state of its shape to match
+    and back again: 24 copies of shards for 4 weights with Adam on v6e, or of whole weights that rest replicated. The
+    gradient is asked for as the state rests, row after row.
+    """
+    if axis.tiled:
+        x = with_layout_constraint(x, MemoryLayout(tuple(range(x.ndim))))
+    return lax.psum_scatter(x, axis.name, scatter_dimension=dim, tiled=True)
 
 
 def gather(x: jax.Array, split: Split, axis: Axis) -> jax.Array:

@@ -103,6 +103,7 @@ class Axis(NamedTuple):
     names: tuple[str, ...]
     size: int
     widens: bool = False  # are sums of 16-bit floats formed in float32, as XLA's own all-reduce does on CPU?
+    tiled: bool = False  # does memory come in tiles, as on TPU?
 
     @property
     def name(self) -> str | tuple[str, ...]:

@@ -75,7 +75,7 @@ class Replicas:
             machine_topology = replace(named, rings=machine_topology.rings)
         return cls(
             Mesh(devices, axis_names),  # Auto: ordinary code on arrays of an Explicit mesh raises sharding errors
-            tuple(Axis(r.names, r.ring.size, widens) for r in chosen.rings),
+            tuple(Axis(r.names, r.ring.size, widens, tiled=first.platform == "tpu") for r in chosen.rings),
             chosen.shared,
             names,
             machine_topology,
