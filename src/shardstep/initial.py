@@ -55,7 +55,7 @@ def prepare(plan: Plan, create_state: Callable[..., Any], args: tuple[Any, ...],
     shardings = [plan.sharding(leaf) for leaf in leaves]
 
     def laid_out(*given: Any) -> list[Any]:
-        return [fitted(jnp.asarray(x), leaf.shape, leaf.held) for x, leaf in zip(flat(*given), leaves, strict=True)]
+        return [fitted(_strong(x), leaf.shape, leaf.held) for x, leaf in zip(flat(*given), leaves, strict=True)]
 
     def finish(arrays: list[Any]) -> Any:
         merged = list(arrays)
@@ -65,6 +65,12 @@ def prepare(plan: Plan, create_state: Callable[..., Any], args: tuple[Any, ...],
 
     lowered = jax.jit(laid_out, out_shardings=shardings).lower(*call.leaves)
     return Birth(lowered, call.leaves, tuple(leaves), finish)
+
+
+def _strong(x: Any) -> jax.Array:
+    """A step returns its state strongly typed, so it is born so: Flax starts counting steps from a Python 0."""
+    x = jnp.asarray(x)
+    return x.astype(x.dtype) if x.aval.weak_type else x
 
 
 def _is_value(x: Any) -> bool:
