@@ -41,11 +41,15 @@ def collectives(text: str) -> list[Collective]:
     computations = dict(_computations(text))
     loops = _reachable(computations, _bodies(text))
     everyone = _header_int(text, "replica_count") * _header_int(text, "num_partitions")
+    lines = [(computation, line) for computation, body in computations.items() for line in body]
+    # The TPU hides a gather behind other work in pieces (start, steps, done), and all print it: one chain, one gather.
+    chains = {m[1]: line for _, line in lines if (m := _CHAIN.search(line))}
+    once = set(chains.values())
     return [
         found
-        for computation, lines in computations.items()
-        for line in lines
-        if (found := _collective(line, computation, everyone, computation in loops)) is not None
+        for computation, line in lines
+        if (not _CHAIN.search(line) or line in once)
+        and (found := _collective(line, computation, everyone, computation in loops)) is not None
     ]
 
 
@@ -64,6 +68,7 @@ def wire_bytes(found: Iterable[Collective]) -> float:
 
 # --- the module as computations -------------------------------------------------------------------------------------
 
+_CHAIN = re.compile(r'chain_id="(\d+)"')
 _NAME = r"%?([\w.\-]+)"
 _OPENING = re.compile(rf"^(?:ENTRY\s+)?{_NAME}\s*(?:\(.*\)\s*->.*)?\{{\s*$")
 _CALLED = re.compile(rf"\b(?:calls|to_apply|body|condition|true_computation|false_computation)={_NAME}")

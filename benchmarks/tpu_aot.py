@@ -1,0 +1,380 @@
+"""What the TPU compiler makes of a step: no TPU needed, `libtpu` compiles ahead of time.
+
+    python benchmarks/tpu_aot.py                                     # the small program on all topologies
+    python benchmarks/tpu_aot.py --workload transformer resnet50 --topology v5e:4x4 --json out.json
+
+For each topology, workload and optimizer, four programs: replicated, hand-annotated ZeRO-1 (a NamedSharding on the
+moments), shardstep with replicated and with sharded weights. From the compiled HLO:
+
+  all-reduces     those of 1 MB and more: gradients that were not scattered
+  wire            bytes that a replica sends in a step (ring algorithms)
+  cycles          the compiler's own estimate, in thousands; it does not count collectives. Split into the weight update
+                  (what the optimizer's lines became), copies (also transposes, slices, pads and converts that stand
+                  alone) and the rest
+  memory          arguments and temporaries, and the compiler's peak
+  predicted       what shardstep's cost model says collectives take, in microseconds
+
+"matrices" is the program on which the closed original was measured (DESIGN.md): four weights of 2048 x 2048, 16
+examples a replica. libtpu serves one process at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import platform
+import re
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no TPU to ask about
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from hlo import collectives, counts, wire_bytes
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from rich.console import Console
+from rich.table import Table
+
+import shardstep
+from shardstep.topology import describe
+
+TOPOLOGIES = ("v3:4x4", "v5e:4x4", "v5e:16x16", "v5p:4x4x4", "v6e:4x4")
+OPTIMIZERS = {"adam": optax.adam(1e-3), "momentum": optax.sgd(1e-3, momentum=0.9)}
+RESULTS = Path(__file__).parent / "results"
+
+
+# --- workloads ------------------------------------------------------------------------------------------------------
+
+
+class State(NamedTuple):
+    params: Any
+    statistics: Any  # BatchNorm's
+    optimizer: Any
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A training step with the shapes of its state and of one global batch. Nothing is allocated."""
+
+    step: Callable[[State, Any], tuple[State, jax.Array]]
+    state: State
+    batch: Any
+
+
+def training(loss: Callable, variables: Any, optimizer: optax.GradientTransformation, batch: Any) -> Workload:
+    """`loss(params, statistics, batch) -> (value, new statistics)`."""
+
+    def step(state: State, batch: Any) -> tuple[State, jax.Array]:
+        (value, statistics), grads = jax.value_and_grad(loss, has_aux=True)(state.params, state.statistics, batch)
+        with jax.named_scope(UPDATE):
+            updates, moments = optimizer.update(grads, state.optimizer, state.params)
+            params = optax.apply_updates(state.params, updates)
+        return State(params, statistics, moments), value
+
+    params, statistics = variables["params"], variables.get("batch_stats", {})
+    return Workload(step, State(params, statistics, jax.eval_shape(optimizer.init, params)), batch)
+
+
+UPDATE = "weight_update"
+
+
+def matrices(replicas: int, optimizer: optax.GradientTransformation) -> Workload:
+    def loss(weights: list[jax.Array], _: Any, x: jax.Array) -> tuple[jax.Array, Any]:
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2), {}
+
+    weights = [jax.ShapeDtypeStruct((2048, 2048), jnp.float32)] * 4
+    batch = jax.ShapeDtypeStruct((16 * replicas, 2048), jnp.float32)
+    return training(loss, {"params": weights}, optimizer, batch)
+
+
+class Block(nn.Module):
+    heads: int
+
+    @nn.compact
+    def __call__(self, x):
+        width = x.shape[-1]
+        mask = nn.make_causal_mask(x[..., 0])
+        attention = nn.MultiHeadDotProductAttention(self.heads, dtype=jnp.bfloat16)
+        x = x + attention(nn.LayerNorm(dtype=jnp.bfloat16)(x), mask=mask)
+        h = nn.Dense(4 * width, dtype=jnp.bfloat16)(nn.LayerNorm(dtype=jnp.bfloat16)(x))
+        return x + nn.Dense(width, dtype=jnp.bfloat16)(nn.gelu(h))
+
+
+class Transformer(nn.Module):
+    width: int = 1024
+    layers: int = 4
+    vocabulary: int = 32768
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(self.vocabulary, self.width, dtype=jnp.bfloat16)(tokens)
+        for _ in range(self.layers):
+            x = Block(self.width // 64)(x)
+        return nn.Dense(self.vocabulary, use_bias=False, dtype=jnp.bfloat16)(nn.LayerNorm(dtype=jnp.bfloat16)(x))
+
+
+def transformer(replicas: int, optimizer: optax.GradientTransformation, length: int = 256) -> Workload:
+    """118 million parameters in float32, computed in bfloat16; four sequences a replica."""
+    model = Transformer()
+    batch = jax.ShapeDtypeStruct((4 * replicas, length + 1), jnp.int32)
+
+    def loss(params: Any, _: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
+        logits = model.apply({"params": params}, tokens[:, :-1]).astype(jnp.float32)
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])), {}
+
+    variables = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, length), jnp.int32))
+    return training(loss, variables, optimizer, batch)
+
+
+class Bottleneck(nn.Module):
+    filters: int
+    strides: int
+
+    @nn.compact
+    def __call__(self, x):
+        conv = functools.partial(nn.Conv, use_bias=False, dtype=jnp.bfloat16)
+        norm = functools.partial(nn.BatchNorm, use_running_average=False, dtype=jnp.bfloat16)
+        y = nn.relu(norm()(conv(self.filters, (1, 1))(x)))
+        y = nn.relu(norm()(conv(self.filters, (3, 3), (self.strides, self.strides))(y)))
+        y = norm(scale_init=nn.initializers.zeros)(conv(4 * self.filters, (1, 1))(y))
+        if x.shape != y.shape:
+            x = norm()(conv(4 * self.filters, (1, 1), (self.strides, self.strides))(x))
+        return nn.relu(x + y)
+
+
+class ResNet50(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Conv(64, (7, 7), (2, 2), use_bias=False, dtype=jnp.bfloat16)(x)
+        x = nn.relu(nn.BatchNorm(use_running_average=False, dtype=jnp.bfloat16)(x))
+        x = nn.max_pool(x, (3, 3), (2, 2), "SAME")
+        for stage, blocks in enumerate((3, 4, 6, 3)):
+            for block in range(blocks):
+                x = Bottleneck(64 * 2**stage, 2 if stage and not block else 1)(x)
+        return nn.Dense(1000, dtype=jnp.bfloat16)(jnp.mean(x, (1, 2)))
+
+
+def resnet50(replicas: int, optimizer: optax.GradientTransformation) -> Workload:
+    """25.6 million parameters; eight images a replica. BatchNorm sees the whole batch, as the step is written."""
+    model = ResNet50()
+    images = jax.ShapeDtypeStruct((8 * replicas, 224, 224, 3), jnp.bfloat16)
+    labels = jax.ShapeDtypeStruct((8 * replicas,), jnp.int32)
+
+    def loss(params: Any, statistics: Any, batch: Any) -> tuple[jax.Array, Any]:
+        variables = {"params": params, "batch_stats": statistics}
+        logits, changed = model.apply(variables, batch["image"], mutable=["batch_stats"])
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch["label"])
+        return jnp.mean(losses), changed["batch_stats"]
+
+    variables = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 224, 224, 3), jnp.bfloat16))
+    return training(loss, variables, optimizer, {"image": images, "label": labels})
+
+
+WORKLOADS = {"matrices": matrices, "transformer": transformer, "resnet50": resnet50}
+
+
+# --- variants -------------------------------------------------------------------------------------------------------
+
+
+def replicated(workload: Workload, mesh: Mesh) -> jax.stages.Lowered:
+    everywhere, by_example = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
+    step = jax.jit(
+        workload.step, in_shardings=(everywhere, by_example), out_shardings=(everywhere, everywhere), donate_argnums=0
+    )
+    return step.lower(workload.state, workload.batch)
+
+
+def zero1(workload: Workload, mesh: Mesh) -> jax.stages.Lowered:
+    """By hand: each moment split along its first dimension that the replicas divide."""
+    everywhere, by_example = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
+
+    def split(leaf: Any) -> NamedSharding:
+        dim = next((d for d, size in enumerate(leaf.shape) if size % mesh.size == 0), None)
+        return everywhere if dim is None else NamedSharding(mesh, PartitionSpec(*[None] * dim, "data"))
+
+    state = jax.tree.map(lambda _: everywhere, workload.state)
+    state = state._replace(optimizer=jax.tree.map(split, workload.state.optimizer))
+    step = jax.jit(workload.step, in_shardings=(state, by_example), out_shardings=(state, everywhere), donate_argnums=0)
+    return step.lower(workload.state, workload.batch)
+
+
+def ours(weights: str, workload: Workload, mesh: Mesh) -> jax.stages.Lowered:
+    step = shardstep.shard(workload.step, mesh, batch_argnums=1, weights=weights)
+    return step.lower(workload.state, workload.batch)
+
+
+VARIANTS: dict[str, Callable[[Workload, Mesh], jax.stages.Lowered]] = {
+    "replicated": replicated,
+    "zero1": zero1,
+    "weights replicated": functools.partial(ours, "replicated"),
+    "weights sharded": functools.partial(ours, "sharded"),
+}
+
+
+# --- reading the compiled program -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    topology: str
+    workload: str
+    optimizer: str
+    variant: str
+    replicas: int
+    large_all_reduces: int
+    counts: dict[str, int]
+    wire_mb: float
+    cycles_update: float  # thousands
+    cycles_copies: float
+    cycles_rest: float
+    arguments_mb: float
+    temporaries_mb: float
+    peak_mb: float
+    predicted_us: float
+    compile_s: float
+
+    @property
+    def cycles(self) -> float:
+        return self.cycles_update + self.cycles_copies + self.cycles_rest
+
+
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_FORMATTING = re.compile(
+    r"^(?:ROOT )?%?(?:\w+_)*?(?:copy|transpose|slice|dynamic-slice|dynamic_slice|pad|convert|reshape|bitcast)"
+    r"(?:_fusion|-done|-start)?(?:\.[\w.]+)? = "
+)
+
+
+def cycles(text: str) -> tuple[float, float, float]:
+    """The compiler's estimate in thousands of cycles: update, copies, rest."""
+    update = copies = rest = 0
+    for line in map(str.strip, text.splitlines()):
+        if found := _CYCLES.search(line):
+            spent = int(found[1])
+            if _FORMATTING.match(line):
+                copies += spent
+            elif f"/{UPDATE}/" in line:
+                update += spent
+            else:
+                rest += spent
+    return update / 1e3, copies / 1e3, rest / 1e3
+
+
+def read(compiled: jax.stages.Compiled, seconds: float, **what: Any) -> Row:
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    found = collectives(text)
+    update, copies, rest = cycles(text)
+    machine = describe(what["topology"])
+    by_size = {ring.size: ring for ring in machine.rings}
+    predicted = sum(
+        machine.time(c.kind, c.bytes)
+        if c.group == machine.replicas
+        else shardstep.topology.collective_time(c.kind, c.bytes, by_size[c.group])
+        for c in found
+        if c.group == machine.replicas or c.group in by_size
+    )
+    return Row(
+        **what,
+        large_all_reduces=sum(c.kind == "all-reduce" and c.bytes >= 1e6 for c in found),
+        counts=counts(found),
+        wire_mb=wire_bytes(found) / 1e6,
+        cycles_update=update,
+        cycles_copies=copies,
+        cycles_rest=rest,
+        arguments_mb=memory.argument_size_in_bytes / 1e6,
+        temporaries_mb=memory.temp_size_in_bytes / 1e6,
+        peak_mb=getattr(memory, "peak_memory_in_bytes", 0) / 1e6,
+        predicted_us=predicted * 1e6,
+        compile_s=seconds,
+    )
+
+
+def compile_one(topology: str, workload: str, optimizer: str, variant: str) -> tuple[Row, str]:
+    devices = sorted(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices, key=lambda d: d.id)
+    mesh = Mesh(np.array(devices), ("data",))  # what a user has: one axis, devices by id
+    job = WORKLOADS[workload](mesh.size, OPTIMIZERS[optimizer])
+    start = time.perf_counter()
+    compiled = VARIANTS[variant](job, mesh).compile()
+    seconds = time.perf_counter() - start
+    what = dict(topology=topology, workload=workload, optimizer=optimizer, variant=variant, replicas=mesh.size)
+    return read(compiled, seconds, **what), compiled.as_text()
+
+
+# --- showing --------------------------------------------------------------------------------------------------------
+
+
+def table(rows: list[Row]) -> Table:
+    shown = Table(title="thousands of estimated cycles (collectives not counted), MB a replica")
+    for name in ("topology", "workload", "optimizer", "program"):
+        shown.add_column(name)
+    for name in ("AR >= 1 MB", "wire", "update", "copies", "rest", "total", "arguments", "temporaries", "peak"):
+        shown.add_column(name, justify="right")
+    last = None
+    for row in rows:
+        head = (row.topology, row.workload, row.optimizer)
+        shown.add_row(
+            *(head if head != last else ("", "", "")),
+            row.variant,
+            str(row.large_all_reduces),
+            f"{row.wire_mb:.0f}",
+            *(f"{c:.0f}" for c in (row.cycles_update, row.cycles_copies, row.cycles_rest, row.cycles)),
+            *(f"{mb:.0f}" for mb in (row.arguments_mb, row.temporaries_mb, row.peak_mb)),
+        )
+        last = head
+    return shown
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=["matrices"])
+    parser.add_argument("--topology", nargs="+", default=list(TOPOLOGIES))
+    parser.add_argument("--optimizer", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
+    parser.add_argument("--variant", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--json", type=Path, default=RESULTS / "tpu_aot.json", help="rows are added to this file")
+    parser.add_argument("--hlo", type=Path, help="a folder for the compiled programs")
+    args = parser.parse_args()
+    known = json.loads(args.json.read_text())["rows"] if args.json.exists() else []
+    rows = {_key(Row(**row)): Row(**row) for row in known}
+    todo = [(t, w, o, v) for w in args.workload for t in args.topology for o in args.optimizer for v in args.variant]
+    for one in todo:
+        row, text = compile_one(*one)
+        rows[one] = row
+        print(*one, f"{row.cycles:.0f}k cycles, {row.compile_s:.0f} s to compile", flush=True)
+        if args.hlo:
+            args.hlo.mkdir(parents=True, exist_ok=True)
+            (args.hlo / f"{'-'.join(one).replace(':', '_').replace(' ', '_')}.txt").write_text(text)
+        save(args.json, rows)
+    Console(width=150).print(table([rows[one] for one in todo]))
+
+
+def _key(row: Row) -> tuple[str, str, str, str]:
+    return row.topology, row.workload, row.optimizer, row.variant
+
+
+def save(path: Path, rows: dict[Any, Row]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    about = {"jax": jax.__version__, "python": platform.python_version(), "libtpu": _libtpu()}
+    path.write_text(json.dumps({"about": about, "rows": [asdict(row) for row in rows.values()]}, indent=1) + "\n")
+
+
+def _libtpu() -> str:
+    from importlib.metadata import version
+
+    return version("libtpu")
+
+
+if __name__ == "__main__":
+    main()
