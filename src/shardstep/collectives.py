@@ -173,7 +173,7 @@ def convert(x: jax.Array, shape: tuple[int, ...], source: Layout, target: Layout
     for move in moves(source, target):
         axis = axes[move.axis]
         sent = padded(x, move.target).astype(wire_dtype(move, x.dtype, axis))
-        x = unpadded(_perform(sent, move, axis).astype(x.dtype), shape, move.source)
+        x = unpadded(perform(sent, move, axis).astype(x.dtype), shape, move.source)
     return x
 
 
@@ -192,7 +192,8 @@ def unpadded(x: jax.Array, shape: tuple[int, ...], placement: Placement) -> jax.
     return lax.slice_in_dim(x, 0, shape[placement.dim], axis=placement.dim)
 
 
-def _perform(x: jax.Array, move: Move, axis: Axis) -> jax.Array:
+def perform(x: jax.Array, move: Move, axis: Axis) -> jax.Array:
+    """One move of a replica's block."""
     match move.source, move.target:
         case Partial(op), Replicated():
             return reduce(x, op, axis)

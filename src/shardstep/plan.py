@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from . import initial
 from .capture import Captured
 from .errors import ShardstepError
+from .fusing import default_bucket_bytes, fuse
 from .layout import (
     VARYING,
     Array,
@@ -151,7 +152,8 @@ def decide(captured: Captured, replicas: Replicas, weights: str, options: Option
     for i, o in captured.state.items():
         outputs[o] = inputs[i]
     reasons = tuple(reason for _, reason in rests)
-    decided = schedule(program, axes, inputs, outputs)
+    bucket_bytes = default_bucket_bytes(replicas.topology.platform) if options.bucket_bytes is None else options.bucket_bytes
+    decided = fuse(schedule(program, axes, inputs, outputs), bucket_bytes)
     return Decided(decided, tuple(roles), reasons, chosen, why)
 
 
