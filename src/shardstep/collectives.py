@@ -237,7 +237,18 @@ def scatter(x: jax.Array, dim: int, axis: Axis) -> jax.Array:
 
 def gather(x: jax.Array, split: Split, axis: Axis) -> jax.Array:
     """All-gather, certified by JAX's type system to be the same on every replica."""
-    return _in_view(x, split, lambda v, d: lax.all_gather(v, axis.name, axis=d, tiled=True, to="invarying"))
+    return _in_view(x, split, lambda v, d: gather_blocks(v, axis, d, tiled=True))
+
+
+def gather_blocks(x: jax.Array, axis: Axis, dim: int, tiled: bool) -> jax.Array:
+    """`lax.all_gather` of 16-bit floats as what they are: where sums are widened, XLA widens whatever it moves.
+
+    (Its CPU backend has no 16-bit collectives, and would send float32. It does have them for integers.)
+    """
+    narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 2 and axis.widens
+    bits = lax.bitcast_convert_type(x, jnp.uint16) if narrow else x
+    gathered = lax.all_gather(bits, axis.name, axis=dim, tiled=tiled, to="invarying")
+    return lax.bitcast_convert_type(gathered, x.dtype) if narrow else gathered
 
 
 def block(x: jax.Array, split: Split, axis: Axis) -> jax.Array:

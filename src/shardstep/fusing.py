@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .collectives import Move, convert, moves, padded, perform, reduce, unpadded, wire_dtype
+from .collectives import Move, convert, gather_blocks, moves, padded, perform, reduce, unpadded, wire_dtype
 from .layout import REPLICATED, Axis, Layout, Partial, Replicated, Split
 from .program import Var
 from .schedule import Bundle, Schedule, Transfer
@@ -35,8 +35,8 @@ from .schedule import Bundle, Schedule, Transfer
 BUCKET_BYTES = {"cpu": 256 * 1024, "gpu": 4 * 1024 * 1024, "tpu": 1024 * 1024}
 
 
-def default_bucket_bytes(platform: str) -> int:
-    return BUCKET_BYTES.get(platform, BUCKET_BYTES["gpu"])
+def bucket_bytes(asked: int | None, platform: str) -> int:
+    return BUCKET_BYTES[platform] if asked is None else asked
 
 
 # -- the plan's half: which transfers share their collectives -----------------------------------------------------
@@ -55,12 +55,12 @@ class _Waiting:
         return self.transfer.array.nbytes
 
 
-def fuse(schedule: Schedule, bucket_bytes: int) -> Schedule:
-    """The same schedule with its small transfers bundled, in bodies too."""
-    if not bucket_bytes:
+def fuse(schedule: Schedule, limit: int) -> Schedule:
+    """The same schedule with transfers of at most `limit` bytes bundled, in bodies too."""
+    if not limit:
         return schedule
     steps = tuple(
-        replace(step, bodies=tuple(fuse(body, bucket_bytes) for body in step.bodies)) if step.bodies else step
+        replace(step, bodies=tuple(fuse(body, limit) for body in step.bodies)) if step.bodies else step
         for step in schedule.steps
     )
     waiting: dict[Any, list[_Waiting]] = {}
@@ -71,14 +71,14 @@ def fuse(schedule: Schedule, bucket_bytes: int) -> Schedule:
         for bundle in bundles:
             for t in bundle:
                 since = ready.get((t.var, t.source), 0)
-                if since <= place and t.array.nbytes <= bucket_bytes and (kind := _kind(t, schedule.axes)):
+                if since <= place and t.array.nbytes <= limit and (kind := _kind(t, schedule.axes)):
                     waiting.setdefault(kind, []).append(_Waiting(t, since, place))
                 else:
                     placed[place].append((t,))
                 ready[t.var, t.target] = place + 1
     shared: list[list[Bundle]] = [[] for _ in placed]
     for alike in waiting.values():
-        for members in _buckets(alike, bucket_bytes):
+        for members in _buckets(alike, limit):
             shared[min(w.needed for w in members)].append(tuple(w.transfer for w in members))
     transfers = tuple((*first, *then) for first, then in zip(shared, placed, strict=True))
     return replace(schedule, steps=steps, transfers=transfers)
@@ -114,7 +114,7 @@ def _op(move: Move) -> str:
     return move.source.op if isinstance(move.source, Partial) else ""
 
 
-def _buckets(alike: Sequence[_Waiting], bucket_bytes: int) -> Iterator[list[_Waiting]]:
+def _buckets(alike: Sequence[_Waiting], limit: int) -> Iterator[list[_Waiting]]:
     """Cover all intervals [ready, needed] with few points, then fill buckets with those that share a point."""
     left = sorted(alike, key=lambda w: w.needed)
     while left:
@@ -123,7 +123,7 @@ def _buckets(alike: Sequence[_Waiting], bucket_bytes: int) -> Iterator[list[_Wai
         left = [w for w in left if w.ready > point]
         bucket: list[_Waiting] = []
         for w in together:
-            if bucket and sum(b.nbytes for b in bucket) + w.nbytes > bucket_bytes:
+            if bucket and sum(b.nbytes for b in bucket) + w.nbytes > limit:
                 yield bucket
                 bucket = []
             bucket.append(w)
@@ -177,7 +177,7 @@ def _reduce_scatter(xs: Sequence[jax.Array], stage: Sequence[Move], axis: Axis) 
 
 def _all_gather(xs: Sequence[jax.Array], stage: Sequence[Move], axis: Axis) -> list[jax.Array]:
     mine = jnp.concatenate([x.ravel() for x in xs])
-    rows = lax.all_gather(mine, axis.name, axis=0, to="invarying")
+    rows = gather_blocks(mine, axis, 0, tiled=False)
     cut = _cut(rows, [x.size for x in xs])
     return [_from_rows(y, x.shape, m.source) for y, x, m in zip(cut, xs, stage, strict=True)]
 

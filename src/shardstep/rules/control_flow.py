@@ -48,7 +48,7 @@ def demand(backward: Backward, step: Step) -> None:
 
 def met_batch(step: Step) -> list[int]:
     """The operands that meet the examples inside a body."""
-    first = _first_operand(step)
+    first = first_operand(step)
     return (
         [first + i for i in step.bodies[-1].met_batch]
         if step.equation.primitive is not _COND
@@ -56,7 +56,7 @@ def met_batch(step: Step) -> list[int]:
     )
 
 
-def _first_operand(step: Step) -> int:
+def first_operand(step: Step) -> int:
     """Bodies take the operands from here on."""
     if step.equation.primitive is _SCAN:
         return 0
