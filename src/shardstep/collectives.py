@@ -173,7 +173,7 @@ def convert(x: jax.Array, shape: tuple[int, ...], source: Layout, target: Layout
     for move in moves(source, target):
         axis = axes[move.axis]
         sent = padded(x, move.target).astype(wire_dtype(move, x.dtype, axis))
-        x = unpadded(_perform(sent, move, axis).astype(x.dtype), shape, move.source)
+        x = unpadded(perform(sent, move, axis).astype(x.dtype), shape, move.source)
     return x
 
 
@@ -192,7 +192,8 @@ def unpadded(x: jax.Array, shape: tuple[int, ...], placement: Placement) -> jax.
     return lax.slice_in_dim(x, 0, shape[placement.dim], axis=placement.dim)
 
 
-def _perform(x: jax.Array, move: Move, axis: Axis) -> jax.Array:
+def perform(x: jax.Array, move: Move, axis: Axis) -> jax.Array:
+    """One move of a replica's block."""
     match move.source, move.target:
         case Partial(op), Replicated():
             return reduce(x, op, axis)
@@ -236,7 +237,18 @@ def scatter(x: jax.Array, dim: int, axis: Axis) -> jax.Array:
 
 def gather(x: jax.Array, split: Split, axis: Axis) -> jax.Array:
     """All-gather, certified by JAX's type system to be the same on every replica."""
-    return _in_view(x, split, lambda v, d: lax.all_gather(v, axis.name, axis=d, tiled=True, to="invarying"))
+    return _in_view(x, split, lambda v, d: gather_blocks(v, axis, d, tiled=True))
+
+
+def gather_blocks(x: jax.Array, axis: Axis, dim: int, tiled: bool) -> jax.Array:
+    """`lax.all_gather` of 16-bit floats as what they are: where sums are widened, XLA widens whatever it moves.
+
+    (Its CPU backend has no 16-bit collectives, and would send float32. It does have them for integers.)
+    """
+    narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 2 and axis.widens
+    bits = lax.bitcast_convert_type(x, jnp.uint16) if narrow else x
+    gathered = lax.all_gather(bits, axis.name, axis=dim, tiled=tiled, to="invarying")
+    return lax.bitcast_convert_type(gathered, x.dtype) if narrow else gathered
 
 
 def block(x: jax.Array, split: Split, axis: Axis) -> jax.Array:

@@ -1,7 +1,7 @@
 """Run a schedule on a replica's blocks, inside `shard_map`.
 
-Everything was decided in `propagate.py`. Here an equation's operands are converted (the only place that communicates),
-its primitive is bound on local blocks, and the results are remembered with their layouts.
+Everything was decided in `propagate.py`. Here the transfers in front of an equation are made (the only place that
+communicates), its primitive is bound on local blocks, and the results are remembered with their layouts.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from jax import lax
 
 from . import compat
 from .collectives import convert, varying
+from .fusing import transfer
 from .layout import Axis, Layout, Replicated, Split, local_shape
 from .program import Atom, Literal, Var
-from .propagate import Forms, whole
+from .propagate import whole
 from .rules import Block, Local, control_flow
 from .rules.core import filled
-from .schedule import Schedule, Step
+from .schedule import Bundle, Schedule, Step
 
 
 def run(schedule: Schedule, arrays: Sequence[Any], constants: Sequence[Any] | None = None) -> list[Any]:
@@ -29,31 +30,34 @@ def run(schedule: Schedule, arrays: Sequence[Any], constants: Sequence[Any] | No
     `constants` stand in for the program's own, which would otherwise be compiled into it.
     """
     axes = schedule.axes
-    env: dict[Var, Forms] = {}
+    env: dict[tuple[Var, Layout], Any] = {}
 
     def read(atom: Atom, layout: Layout) -> Any:
         if isinstance(atom, Literal):
             value = np.asarray(atom.value, atom.array.dtype)
             return value if layout == whole(axes) else convert(jax.numpy.asarray(value), (), whole(axes), layout, axes)
-        forms = env[atom]
-        source = forms.source(layout, atom.array, axes)
-        if source != layout:
-            forms.held[layout] = convert(forms.held[source], atom.array.shape, source, layout, axes)
-        return forms.held[layout]
+        return env[atom, layout]
 
     def write(var: Var, layout: Layout, value: Any) -> None:
-        env[var] = Forms(layout, _typed(value, layout, axes))
+        env[var, layout] = _typed(value, layout, axes)
+
+    def move(bundles: Sequence[Bundle]) -> None:
+        for bundle in bundles:
+            moved = transfer([env[t.var, t.source] for t in bundle], bundle, axes)
+            env.update(((t.var, t.target), x) for t, x in zip(bundle, moved, strict=True))
 
     for var, layout, array in zip(schedule.program.inputs, schedule.inputs, arrays, strict=True):
         write(var, layout, array)
     for i, (var, value) in enumerate(schedule.program.constants):
         write(var, whole(axes), value if constants is None else constants[i])
-    for step in schedule.steps:
+    for step, bundles in zip(schedule.steps, schedule.transfers, strict=False):
         with compat.at_source(step.equation.sources):
+            move(bundles)
             operands = [read(a, layout) for a, layout in zip(step.equation.inputs, step.operands, strict=True)]
             results = _results(step, operands, axes)
         for var, layout, value in zip(step.equation.outputs, step.results, results, strict=True):
             write(var, layout, value)
+    move(schedule.transfers[-1])
     return [
         _typed(read(atom, layout), layout, axes)
         for atom, layout in zip(schedule.program.outputs, schedule.outputs, strict=True)

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from . import initial
 from .capture import Captured
 from .errors import ShardstepError
+from .fusing import bucket_bytes, fuse
 from .layout import (
     VARYING,
     Array,
@@ -29,6 +30,7 @@ from .layout import (
 )
 from .options import Options
 from .placement import split_layout, split_on
+from .precision import travel_in
 from .program import Var, count_uses
 from .propagate import Forward, schedule, whole
 from .replicas import Replicas
@@ -140,7 +142,7 @@ def decide(captured: Captured, replicas: Replicas, weights: str, options: Option
     unsharded = _walk_unsharded(captured)
     _check_outputs(captured, unsharded)
     roles = _roles(captured, unsharded)
-    chosen, why = _choose_weights(weights)
+    chosen, why = choose_weights(weights, options, replicas.topology.platform)
     uses = count_uses(program)
     rests = []
     for i, (var, role) in enumerate(zip(program.inputs, roles, strict=True)):
@@ -151,7 +153,8 @@ def decide(captured: Captured, replicas: Replicas, weights: str, options: Option
     for i, o in captured.state.items():
         outputs[o] = inputs[i]
     reasons = tuple(reason for _, reason in rests)
-    decided = schedule(program, axes, inputs, outputs)
+    decided = travel_in(schedule(program, axes, inputs, outputs), options.reduce_dtype, options.gather_dtype)
+    decided = fuse(decided, bucket_bytes(options.bucket_bytes, replicas.topology.platform))
     return Decided(decided, tuple(roles), reasons, chosen, why)
 
 
@@ -229,7 +232,16 @@ def _roles(captured: Captured, unsharded: Schedule) -> list[str]:
     return [role(i) for i in range(len(captured.program.inputs))]
 
 
-def _choose_weights(weights: str) -> tuple[str, str]:
+def choose_weights(weights: str, options: Options, platform: str) -> tuple[str, str]:
+    """How weights rest, and why."""
+    if options.gather_dtype is not None and weights != "sharded":
+        if weights == "replicated":
+            raise ShardstepError(
+                f"gather_dtype={options.gather_dtype.name} with weights='replicated': weights that rest whole would be"
+                " rounded at every step. Give weights='sharded': they rest as they are, and the forward pass reads them"
+                " rounded."
+            )
+        return "sharded", f"gather_dtype={options.gather_dtype.name}: they rest as they are and are rounded on the way"
     if weights == "auto":
         return "replicated", "the default: evaluation code finds whole weights on every replica"
     return weights, "as asked"

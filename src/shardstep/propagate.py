@@ -19,14 +19,14 @@ from dataclasses import replace
 from typing import Any
 
 from . import compat
-from .collectives import Move, cost, layout_cost, priced_moves, wire_dtype
+from .collectives import cost, layout_cost
 from .demands import demands_of
 from .layout import REPLICATED, Array, Axis, Layout, Partial, Placement, Replicated, Split, Varying, fits, is_batch, put
 from .offers import combinations, localise, offers, work
 from .program import Atom, Equation, Literal, Program, Var, count_uses
 from .rules import Decision, Site, control_flow, microbatches, replicate, rule_for
 from .rules.core import speaks_of_replicas
-from .schedule import NOTHING, Collective, Demand, Fallback, Schedule, Step
+from .schedule import NOTHING, Bundle, Demand, Fallback, Schedule, Step, Transfer
 
 Demands = Mapping[Atom, tuple[Demand, ...]]
 
@@ -59,28 +59,35 @@ def whole(axes: tuple[Axis, ...]) -> Layout:
 
 
 class Forms:
-    """The layouts in which replicas hold one value, with what holds it there (data of the caller's).
+    """The layouts in which one value may be read without communication.
 
-    Shared by the planner (which stores nothing) and the interpreter (which stores arrays): both take the same way.
+    `held` are those that readers are shown (first the one they should see first); `present` are those that replicas
+    have in memory. The two differ where a free slice is not made before somebody reads it.
     """
 
-    def __init__(self, layout: Layout, held: Any = None):
-        self.held: dict[Layout, Any] = {layout: held}
+    def __init__(self, layout: Layout, *others: Layout, present: Layout | None = None):
+        self.held: list[Layout] = list(dict.fromkeys((layout, *others)))
+        self.present: list[Layout] = [layout if present is None else present]
 
     @property
     def home(self) -> Layout:
         """The layout that readers see first. Once reduced, a value is never seen partial again."""
-        return next((f for f in self.held if not any(isinstance(p, Partial) for p in f)), next(iter(self.held)))
+        return next((f for f in self.held if not any(isinstance(p, Partial) for p in f)), self.held[0])
 
     def living(self) -> list[Layout]:
         reduced = [f for f in self.held if not any(isinstance(p, Partial) for p in f)]
         return reduced or list(self.held)
 
     def source(self, target: Layout, array: Array, axes: tuple[Axis, ...]) -> Layout:
-        """The held layout from which `target` is cheapest."""
-        if target in self.held:
+        """The layout in memory from which `target` is cheapest."""
+        if target in self.present:
             return target
-        return min(self.held, key=lambda f: layout_cost(f, target, array, axes))
+        return min(self.present, key=lambda f: layout_cost(f, target, array, axes))
+
+    def add(self, layout: Layout) -> None:
+        self.present.append(layout)
+        if layout not in self.held:
+            self.held.append(layout)
 
 
 class Forward:
@@ -97,7 +104,7 @@ class Forward:
         self.demands = demands
         self.forms: dict[Var, Forms] = {}
         self.uses = count_uses(program)
-        self.collectives: list[Collective] = []
+        self.transfers: list[list[Bundle]] = [[]]  # those in front of the step that is being decided come last
         self.fallbacks: list[Fallback] = []
         self.origins: dict[Var, int] = {}  # bit i: computed from input i alone, examples apart
         self.from_batch: set[Var] = set()
@@ -108,8 +115,7 @@ class Forward:
     ) -> Schedule:
         for i, (var, held) in enumerate(zip(self.program.inputs, inputs, strict=True)):
             layout = seen[i] if i < len(seen) else held
-            self.forms[var] = Forms(layout)
-            self.forms[var].held[held] = None
+            self.forms[var] = Forms(layout, held, present=held)
             if any(map(is_batch, layout)):
                 self.from_batch.add(var)
                 self.examples.update((var.array.shape[p.dim], layout) for p in layout if isinstance(p, Split))
@@ -120,6 +126,7 @@ class Forward:
         steps = []
         for equation in self.program.equations:
             step = self.decide(equation)
+            self.transfers.append([])
             self.note_origins(equation, step)
             for var, layout in zip(equation.outputs, step.results, strict=True):
                 self.forms[var] = Forms(layout)
@@ -134,7 +141,7 @@ class Forward:
             tuple(inputs),
             left,
             tuple(steps),
-            tuple(self.collectives),
+            tuple(map(tuple, self.transfers)),
             tuple(self.fallbacks),
             met_batch=met,
         )
@@ -155,17 +162,12 @@ class Forward:
         """Schedule the body of a loop or branch. `seen`: the layouts in which readers see the first inputs first."""
         return schedule(program, self.axes, inputs, outputs, wanted, raw=True, seen=seen, memo=self.memo)
 
-    def enter(self, body: Schedule, loop: str, times: int = 1) -> None:
-        """What a body communicates, the program communicates."""
-        self.collectives += [replace(c, loop=c.loop or loop, times=c.times * times) for c in body.collectives]
-        self.fallbacks += body.fallbacks
-
     # -- one equation ---------------------------------------------------------------------------------------------
 
     def decide(self, equation: Equation) -> Step:
         step = control_flow.decide(self, equation) if equation.bodies else self.decide_simple(equation)
         for atom, layout in zip(equation.inputs, step.operands, strict=True):
-            self.hold(atom, layout, equation)
+            self.hold(atom, layout)
         return step
 
     def decide_simple(self, equation: Equation) -> Step:
@@ -292,18 +294,17 @@ class Forward:
                 splits = [Split(d, batch=True) for d in ((dim, dim + 1) if cut else (dim,))]
                 fitting = [again for s in splits if fits(shape, again := put(layout, k, s), self.axes)]
                 if fitting and layout[k] == REPLICATED:
-                    self.forms[var].held = {fitting[0]: None, **self.forms[var].held}
+                    self.forms[var].held.insert(0, fitting[0])
 
-    def hold(self, atom: Atom, target: Layout, reader: Equation | None = None) -> Layout:
-        """Convert a value for its reader (None: the output), and remember that it is now held this way too."""
+    def hold(self, atom: Atom, target: Layout) -> Layout:
+        """Convert a value for its reader, and remember that it is now held this way too."""
         if isinstance(atom, Literal):
             return target
         forms = self.forms[atom]
         source = forms.source(target, atom.array, self.axes)
         if source != target:
-            moved = priced_moves(source, target, atom.array, self.axes)
-            self.collectives += [self.collective(atom, *m, reader) for m in moved if m[0].kind != "local"]
-            forms.held[target] = None
+            self.transfers[-1].append((Transfer(atom, source, target),))
+            forms.add(target)
         return target
 
     def price(self, atom: Atom, target: Layout) -> float:
@@ -312,17 +313,6 @@ class Forward:
             return 0.0
         forms = self.forms[atom]
         return layout_cost(forms.source(target, atom.array, self.axes), target, atom.array, self.axes)
-
-    def collective(self, var: Var, move: Move, moved: float, reader: Equation | None) -> Collective:
-        return Collective(
-            kind=move.kind,
-            dtype=str(wire_dtype(move, var.array.dtype, self.axes[move.axis])),
-            shape=var.array.shape,
-            bytes=moved,
-            axis="+".join(self.axes[move.axis].names),
-            purpose=str(reader.primitive) if reader else "output",
-            line=reader.line if reader else "",
-        )
 
     # -- who meets the examples -----------------------------------------------------------------------------------
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from .collectives import cost
+from .collectives import cost, priced_moves, wire_dtype
 from .layout import REPLICATED, Array, Axis, Layout, Partial, Placement, Replicated, Split, Varying, is_batch
-from .program import Equation, Program
+from .program import Equation, Program, Var
 from .rules.core import Emit
 
 
@@ -70,10 +71,16 @@ class Collective:
     line: str
     loop: str = ""  # the loop or branch it is inside of, if any
     times: int = 1  # how often a step does it (a while loop counts once)
+    shapes: tuple[tuple[int, ...], ...] = ()  # of the values that travel in it
 
     @property
     def total(self) -> float:
         return self.bytes * self.times
+
+    @property
+    def tensors(self) -> int:
+        """How many values travel in it."""
+        return len(self.shapes)
 
 
 @dataclass(frozen=True)
@@ -87,6 +94,24 @@ class Fallback:
 
 
 @dataclass(frozen=True, eq=False)
+class Transfer:
+    """A value that replicas hold in one layout comes to be held in another too."""
+
+    var: Var
+    source: Layout
+    target: Layout
+    dtype: Any = None  # of its floats on the way, where it is not their own
+
+    @property
+    def array(self) -> Array:
+        """What travels."""
+        return self.var.array if self.dtype is None else Array(self.var.array.shape, self.dtype)
+
+
+Bundle = tuple[Transfer, ...]  # transfers that share their collectives
+
+
+@dataclass(frozen=True, eq=False)
 class Step:
     """One equation, decided."""
 
@@ -96,6 +121,7 @@ class Step:
     params: Mapping[str, Any]
     emit: Emit | None = None
     bodies: tuple[Schedule, ...] = ()
+    times: tuple[int, ...] = ()  # how often each body runs
     apart: bool = False  # each result depends on its own operand alone
     gathered: bool = False  # no rule could keep its operands as they were
     fill: tuple[str | None, ...] = ()  # what the padding of each operand is filled for, see `Decision`
@@ -110,7 +136,40 @@ class Schedule:
     inputs: tuple[Layout, ...]
     outputs: tuple[Layout, ...]
     steps: tuple[Step, ...]
-    collectives: tuple[Collective, ...]
+    transfers: tuple[tuple[Bundle, ...], ...]  # in front of each step, and last in front of the outputs
     fallbacks: tuple[Fallback, ...]
     demands: tuple[tuple[Demand, ...], ...] = ()  # of the inputs
     met_batch: frozenset[int] = frozenset()  # inputs that were read together with the examples
+
+    @functools.cached_property
+    def collectives(self) -> tuple[Collective, ...]:
+        """Everything that is communicated, what bodies communicate included."""
+        found: list[Collective] = []
+        readers = [*(step.equation for step in self.steps), None]
+        for reader, bundles in zip(readers, self.transfers, strict=True):
+            for bundle in bundles:
+                found += _communicated(bundle, reader, self.axes)
+        for step in self.steps:
+            loop = f"{step.equation.primitive} at {step.equation.line}" if step.bodies else ""
+            for body, times in zip(step.bodies, step.times, strict=True):
+                found += [replace(c, loop=c.loop or loop, times=c.times * times) for c in body.collectives]
+        return tuple(found)
+
+
+def _communicated(bundle: Bundle, reader: Equation | None, axes: tuple[Axis, ...]) -> Iterator[Collective]:
+    """The collectives of a bundle: its transfers make the same moves, and each move is one collective for all."""
+    for stage in zip(*(priced_moves(t.source, t.target, t.array, axes) for t in bundle), strict=True):
+        move = stage[0][0]
+        if move.kind == "local":
+            continue
+        elements = sum(t.array.size for t in bundle)
+        yield Collective(
+            kind=move.kind,
+            dtype=str(wire_dtype(move, bundle[0].array.dtype, axes[move.axis])),
+            shape=bundle[0].array.shape if len(bundle) == 1 else (elements,),
+            bytes=sum(moved for _, moved in stage),
+            axis="+".join(axes[move.axis].names),
+            purpose=str(reader.primitive) if reader else "output",
+            line=reader.line if reader else "",
+            shapes=tuple(t.array.shape for t in bundle),
+        )

@@ -48,7 +48,7 @@ def demand(backward: Backward, step: Step) -> None:
 
 def met_batch(step: Step) -> list[int]:
     """The operands that meet the examples inside a body."""
-    first = _first_operand(step)
+    first = first_operand(step)
     return (
         [first + i for i in step.bodies[-1].met_batch]
         if step.equation.primitive is not _COND
@@ -56,7 +56,7 @@ def met_batch(step: Step) -> list[int]:
     )
 
 
-def _first_operand(step: Step) -> int:
+def first_operand(step: Step) -> int:
     """Bodies take the operands from here on."""
     if step.equation.primitive is _SCAN:
         return 0
@@ -91,8 +91,10 @@ def _decide_scan(forward: Forward, equation: Equation) -> Step:
     init = inputs[consts : consts + carries]
     carry, inside = settle(forward, equation, body, fixed, init, sliced, wanted)
     results = [*carry, *(_shift(layout, 1) for layout in inside.outputs[carries:])]
-    forward.enter(inside, _describe(equation), equation.params["length"])
-    return Step(equation, (*inside.inputs[:consts], *carry, *xs), tuple(results), equation.params, bodies=(inside,))
+    forward.fallbacks += inside.fallbacks
+    operands = (*inside.inputs[:consts], *carry, *xs)
+    times = (equation.params["length"],)
+    return Step(equation, operands, tuple(results), equation.params, bodies=(inside,), times=times)
 
 
 def _decide_while(forward: Forward, equation: Equation) -> Step:
@@ -110,11 +112,9 @@ def _decide_while(forward: Forward, equation: Equation) -> Step:
             " leave the loop at different times. Reduce what it reads first, e.g. with lax.pmax(x, axis_name)."
         )
     predicate = forward.body(test, [*test_consts, *carry], [(REPLICATED,) * len(forward.axes)])
-    loop = _describe(equation)
-    forward.enter(predicate, loop)
-    forward.enter(inside, loop)
+    forward.fallbacks += (*predicate.fallbacks, *inside.fallbacks)
     operands = (*test_consts, *inside.inputs[:fixed], *carry)
-    return Step(equation, operands, tuple(carry), equation.params, bodies=(predicate, inside))
+    return Step(equation, operands, tuple(carry), equation.params, bodies=(predicate, inside), times=(1, 1))
 
 
 class Door(NamedTuple):
@@ -265,9 +265,10 @@ def _decide_cond(forward: Forward, equation: Equation) -> Step:
                 " for ever. Reduce the condition first, e.g. with lax.pmax(x, axis_name)."
             )
     largest = max(bodies, key=lambda body: sum(c.total for c in body.collectives))
-    for body in bodies:  # one of them runs: the largest counts
-        forward.enter(body, _describe(equation), times=int(body is largest))
-    return Step(equation, (chosen, *entering), tuple(r for r in results if r), equation.params, bodies=bodies)
+    forward.fallbacks += [f for body in bodies for f in body.fallbacks]
+    times = tuple(int(body is largest) for body in bodies)  # one of them runs: the largest counts
+    layouts = (chosen, *entering)
+    return Step(equation, layouts, tuple(r for r in results if r), equation.params, bodies=bodies, times=times)
 
 
 def _meet(layouts: Sequence[Layout], varies: bool, demands: Sequence[Demand]) -> Layout:
@@ -339,10 +340,6 @@ def _shift_demand(demand: Demand, by: int) -> Demand:
 
 def _outside(forward: Forward, var: Var) -> tuple[Demand, ...]:
     return tuple(forward.demand(var, k) for k in range(len(forward.axes)))
-
-
-def _describe(equation: Equation) -> str:
-    return f"{equation.primitive} at {equation.line}"
 
 
 def emit(step: Step, arrays: Sequence[Any], run: Any) -> list[Any]:
