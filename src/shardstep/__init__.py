@@ -2,7 +2,7 @@
 
 from .api import ShardedStep, shard
 from .check import check
-from .checkpoint import Saving, latest_step, restore, save
+from .checkpoint import Saving, finish, latest_step, restore, save
 from .errors import ShardstepError
 from .options import Options
 from .padded import Padded
@@ -20,6 +20,7 @@ __all__ = [
     "ShardedStep",
     "ShardstepError",
     "check",
+    "finish",
     "latest_step",
     "logical",
     "register_rule",

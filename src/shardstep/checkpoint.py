@@ -97,7 +97,7 @@ def save(
 
     In a run of many processes all of them call it, with the same arguments and a path that all of them see.
     """
-    finish_running()
+    finish()
     target = stored.at(Path(os.path.abspath(path)), step)
     _make_way(target, overwrite)
     tree, padded = _to_file(state)
@@ -113,11 +113,11 @@ def save(
     saving = Saving(checkpointer, target.directory, sum(x.nbytes for x in jax.tree.leaves(tree) if is_array(x)))
     _running.append(saving)
     if wait:
-        finish_running()
+        finish()
     return saving
 
 
-def finish_running() -> None:
+def finish() -> None:
     """Wait for the save that runs in the background, if one does."""
     while _running:
         _running.pop().wait()
@@ -198,7 +198,7 @@ def restore(path: str | os.PathLike[str], plan: Plan, *, step: int | None = None
     Raises:
         ShardstepError: there is no whole checkpoint, or it holds another tree than the plan's.
     """
-    finish_running()
+    finish()
     root = Path(os.path.abspath(path))
     expected = expect(plan)
     for candidate in _candidates(root, step):
