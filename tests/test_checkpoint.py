@@ -16,7 +16,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax.training.train_state import TrainState
-from steps import adam_state, adam_step, assert_same, batch, mesh_of
+from steps import OPTIMIZER, adam_state, adam_step, assert_same, batch, mesh_of
 
 import shardstep
 from shardstep import ShardstepError
@@ -45,7 +45,8 @@ def bits(tree):
 
 def in_layout(state, plan):
     wanted = jax.tree.leaves(plan.shardings[0][0])
-    return all(x.sharding == s for x, s in zip(jax.tree.leaves(state), wanted, strict=True))
+    held = [x.data if isinstance(x, shardstep.Padded) else x for x in jax.tree.leaves(state)]
+    return all(x.sharding == s for x, s in zip(held, wanted, strict=True))
 
 
 # -- any number of replicas -------------------------------------------------------------------------------------------
@@ -107,6 +108,48 @@ def test_no_device_reads_more_than_its_block(tmp_path, monkeypatch):
     blocks = put.count((12, 64))
     assert blocks == 16  # two moments of w1, eight blocks each
     assert put.count((96, 64)) == 8  # the weight alone rests whole
+
+
+def odd_step(state, batch):
+    (params, moments), x = state, batch["x"]
+    value, gradients = jax.value_and_grad(lambda p: jnp.mean((jnp.tanh(x @ p["w"]) - 0.1) ** 2))(params)
+    changes, moments = OPTIMIZER.update(gradients, moments, params)
+    return (optax.apply_updates(params, changes), moments), value
+
+
+def odd_state():
+    params = {"w": jnp.linspace(-1, 1, 96 * 59).reshape(96, 59)}  # neither 5 nor 7 divides a dimension
+    return params, OPTIMIZER.init(params)
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize("before, after", [(7, 5), (5, 1), (1, 7)])
+def test_padded_leaves_are_stored_in_their_own_shape(tmp_path, before, after, weights):
+    step = shardstep.shard(odd_step, mesh_of(before), weights=weights)
+    state, _ = step(odd_state(), batch(0, 35))
+    padded = [x for x in jax.tree.leaves(state) if isinstance(x, shardstep.Padded)]
+    assert len(padded) == (0 if before == 1 else 2 if weights == "replicated" else 3)
+    for x in padded:  # what stands in the padding must not come back
+        x.data = poisoned(x)
+    shardstep.save(tmp_path, state, step=1)
+    plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), odd_state())
+    with ocp.CheckpointManager(tmp_path) as manager:
+        assert bits(manager.restore(1, args=ocp.args.StandardRestore(plain))) == bits(state)
+    step = shardstep.shard(odd_step, mesh_of(after), weights=weights)
+    plan = step.plan(odd_state(), batch(0, 35))
+    restored = shardstep.restore(tmp_path, plan)
+    assert bits(restored) == bits(state)
+    assert in_layout(restored, plan)
+    assert isinstance(restored[1][0].mu["w"], shardstep.Padded) == (after > 1)
+    ours, _ = step(restored, batch(1, 35))
+    theirs, _ = jax.jit(odd_step)(jax.jit(odd_step)(odd_state(), batch(0, 35))[0], batch(1, 35))
+    assert_same(ours, theirs)
+
+
+def poisoned(x):
+    outside = np.ones(x.data.shape, bool)
+    outside[tuple(map(slice, x.shape))] = False
+    return jax.device_put(jnp.where(outside, jnp.nan, x.data), x.data.sharding)
 
 
 # -- every kind of leaf ------------------------------------------------------------------------------------------------

@@ -18,12 +18,15 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore
 from etils import epath
+from jax.tree_util import keystr
 
 from . import manifest, processes, stored
 from .arguments import is_array
 from .errors import ShardstepError
 from .expected import Expected, Match, expect
+from .padded import Padded
 from .plan import Plan
 from .report.progress import bar
 from .stored import ITEM, MARK, WRITING, Stored
@@ -100,13 +103,13 @@ def save(
     finish()
     target = stored.at(Path(os.path.abspath(path)), step)
     _make_way(target, overwrite)
-    tree, padded = _to_file(state)
+    tree, cropped = _to_file(state)
     args: Any = ocp.args.StandardSave(tree)
     handler: Any = ocp.StandardCheckpointHandler()
     if step is not None:
         args, handler = ocp.args.Composite(**{ITEM: args}), ocp.CompositeCheckpointHandler()
     options = ocp.options.AsyncOptions(
-        timeout_secs=int(timeout), post_finalization_callback=lambda: _seal(target, padded)
+        timeout_secs=int(timeout), post_finalization_callback=lambda: _seal(target, cropped)
     )
     checkpointer = ocp.AsyncCheckpointer(handler, async_options=options)
     checkpointer.save(target.directory, args=args, custom_metadata={MARK: 1})
@@ -148,6 +151,9 @@ def _to_file(state: Any) -> tuple[Any, dict[str, tuple[int, ...]]]:
     cropped: dict[str, tuple[int, ...]] = {}
 
     def one(path: Any, leaf: Any) -> Any:
+        if isinstance(leaf, Padded):
+            cropped[keystr(path, simple=True, separator=".")] = leaf.shape
+            leaf = leaf.data
         if not is_array(leaf):
             if isinstance(leaf, bool | complex):
                 return np.asarray(leaf)
@@ -170,7 +176,16 @@ def _seal(target: Stored, cropped: dict[str, tuple[int, ...]]) -> None:
     if tree is None:
         raise FileNotFoundError(f"{writing.directory} holds no {stored.TREE}")
     (tree / "_sharding").unlink(missing_ok=True)  # a layout has no place in the file
+    for name, shape in cropped.items():
+        _crop(tree, name, shape)
     manifest.write(tree)
+
+
+def _crop(tree: Path, name: str, shape: tuple[int, ...]) -> None:
+    """Take the padding off an array where it lies. Each replica has written its block; this only changes the bounds."""
+    arrays = {"driver": "ocdbt", "base": f"file://{tree}/", "path": f"{name}/"}
+    opened = tensorstore.open({"driver": "zarr", "kvstore": arrays}).result()
+    opened.resize(exclusive_max=shape).result()
 
 
 def _bytes_under(directory: Path) -> int:

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from jax.tree_util import keystr
 
 from .errors import ShardstepError
+from .padded import Padded
 from .plan import Leaf, Plan
 
 _STATE = {"weight", "auxiliary", "frozen"}
@@ -30,6 +31,7 @@ class Wanted:
     shape: tuple[int, ...]
     dtype: Any
     sharding: NamedSharding
+    held: tuple[int, ...]  # the shape of the array that holds it
 
     @property
     def is_key(self) -> bool:
@@ -113,8 +115,12 @@ class Match:
         if _is_number(stored):
             return ocp.RestoreArgs()
         wanted = self.wanted[key]
+        padded = wanted.held != wanted.shape
         return ocp.ArrayRestoreArgs(
-            sharding=wanted.sharding, global_shape=wanted.stored.shape, dtype=wanted.stored.dtype
+            sharding=wanted.sharding,
+            global_shape=wanted.held if padded else wanted.stored.shape,
+            dtype=wanted.stored.dtype,
+            strict=not padded,  # Orbax fills up what goes beyond the stored array
         )
 
     def _map(self, function: Any) -> Any:
@@ -143,7 +149,7 @@ def expect(plan: Plan) -> Expected:
 
 
 def _wanted(leaf: Leaf, sharding: NamedSharding) -> Wanted:
-    return Wanted(leaf.path, leaf.shape, _dtype(leaf.dtype), sharding)
+    return Wanted(leaf.path, leaf.shape, _dtype(leaf.dtype), sharding, leaf.held)
 
 
 def _argument_name(leaf: Leaf) -> str:
@@ -209,7 +215,7 @@ def _size(wanted: Wanted) -> int:
 # -- leaves -------------------------------------------------------------------------------------------------------
 
 
-def _from_file(wanted: Wanted, value: Any) -> jax.Array:
+def _from_file(wanted: Wanted, value: Any) -> jax.Array | Padded:
     """What Orbax read, as the array that the step takes."""
     if _size(wanted) == 0:
         return _lay_out(np.zeros(wanted.shape, wanted.dtype), wanted.sharding)
@@ -217,7 +223,7 @@ def _from_file(wanted: Wanted, value: Any) -> jax.Array:
         return _lay_out(_number(wanted, value), wanted.sharding)
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key) != wanted.is_key or value.dtype != wanted.dtype:
         raise ShardstepError(f"{wanted} is stored as {value.dtype}{list(value.shape)}")
-    return value
+    return value if wanted.held == wanted.shape else Padded(value, wanted.shape)
 
 
 def _number(wanted: Wanted, value: Any) -> np.ndarray:
