@@ -2,6 +2,7 @@
 
 from .api import ShardedStep, shard
 from .check import check
+from .checkpoint import Saving, finish, latest_step, restore, save
 from .errors import ShardstepError
 from .options import Options
 from .padded import Padded
@@ -11,4 +12,19 @@ from .state import logical
 
 __version__ = "0.1.0"
 
-__all__ = ["Options", "Padded", "Plan", "ShardedStep", "ShardstepError", "check", "logical", "register_rule", "shard"]
+__all__ = [
+    "Options",
+    "Padded",
+    "Plan",
+    "Saving",
+    "ShardedStep",
+    "ShardstepError",
+    "check",
+    "finish",
+    "latest_step",
+    "logical",
+    "register_rule",
+    "restore",
+    "save",
+    "shard",
+]

@@ -18,6 +18,7 @@ from .errors import ShardstepError
 from .layout import Axis, Layout, Varying, padded_shape, partition_spec
 from .options import Options
 from .plan import Decided, Plan, decide, describe
+from .processes import check_agreement, lay_out
 from .replicas import Replicas
 from .state import Resting, place, returned
 
@@ -110,6 +111,16 @@ class ShardedStep:
         )
         return (*args, kwargs) if kwargs else args
 
+    def global_batch(self, part: Any) -> Any:
+        """One batch for all processes, of which each gives its own part: a pytree of arrays on the host.
+
+        The parts lie one after the other along the dimension that holds the examples, in the order of the mesh.
+        Alone, a process gives all of it.
+        """
+        axis = self._batch.axis if isinstance(self._batch.axis, int) else self._batch.axis[0]
+        sharding = NamedSharding(self.replicas.mesh, PartitionSpec(*[None] * axis, self.replicas.names))
+        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)), part)
+
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """The rewritten step, lowered for arguments of these shapes."""
         return self.program(args, kwargs)[0].lower()
@@ -168,6 +179,7 @@ class Rewritten:
             for o, (atom, layout) in enumerate(zip(captured.program.outputs, decided.outputs, strict=True))
             if self._held(atom.array.shape, layout)
         ]
+        self._agreed = False
         self.donated = tuple(captured.state) if options.donate else ()
         self._run = jax.jit(
             jax.shard_map(
@@ -204,10 +216,14 @@ class Rewritten:
     def constants(self) -> list[jax.Array]:
         """Placed when first run: a step may also be lowered for devices that are not there."""
         everywhere = NamedSharding(self.mesh, PartitionSpec())
-        return [jax.device_put(value, everywhere) for _, value in self.captured.program.constants]
+        values = [value for _, value in self.captured.program.constants]
+        return lay_out(values, [everywhere] * len(values))
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
         """The arrays that hold the arguments, as the compiled step takes them."""
+        if not self._agreed:  # once: a mistake shows on the first call, and later calls should not pay
+            check_agreement(leaves, [rest.sharding for rest in self.rests], self.captured.paths)
+            self._agreed = True
         return place(leaves, self.rests, self.donated)
 
     def __call__(self, arrays: Sequence[Any]) -> Any:

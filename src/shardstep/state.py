@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 from .arguments import shape_of
 from .errors import ShardstepError
 from .padded import Padded
+from .processes import is_local, lay_out
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def place(leaves: Sequence[Any], rests: Sequence[Resting], donated: Container[in
             placed[i] = jnp.copy(x)  # the same array elsewhere among the arguments: only a copy may be given away
     if moving:
         sources = [_own(leaves[i]) if i in donated else _strong(leaves[i]) for i in moving]
-        for i, x in zip(moving, jax.device_put(sources, [rests[i].sharding for i in moving]), strict=True):
+        for i, x in zip(moving, lay_out(sources, [rests[i].sharding for i in moving]), strict=True):
             placed[i] = x
     return placed
 
@@ -60,9 +61,16 @@ def _arrays_alike(x: Any, rest: Resting) -> Any:
     if isinstance(x, jax.core.Tracer):
         return fitted(x, x.shape, held)
     array = x.data if isinstance(x, Padded) else x
-    if isinstance(array, jax.Array) and (not array.committed or array.sharding.device_set == rest.sharding.device_set):
+    if isinstance(array, jax.Array) and _computes_on(array, rest.sharding):
         return _fit(array, x.shape, held, rest.sharding)
     return np.pad(np.asarray(x), [(0, new - old) for old, new in zip(x.shape, held, strict=True)])
+
+
+def _computes_on(array: jax.Array, sharding: NamedSharding) -> bool:
+    """Can one program take the array as it is and return one with this sharding?"""
+    if is_local(array) and not sharding.is_fully_addressable:
+        return False
+    return not array.committed or array.sharding.device_set == sharding.device_set
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))

@@ -1,0 +1,290 @@
+"""Checkpoints that know no layout, on Orbax.
+
+A checkpoint holds the state as its logical arrays, in Orbax's own format: each replica writes the blocks that it holds,
+and each reads the blocks that its plan gives it, so what N replicas wrote any M can read. Nothing of the layout is
+kept. Plain Orbax reads what is written here, and what plain Orbax wrote from an unsharded run is read here.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore
+from etils import epath
+from jax.tree_util import keystr
+
+from . import manifest, processes, stored
+from .arguments import is_array
+from .errors import ShardstepError
+from .expected import Expected, Match, expect
+from .padded import Padded
+from .plan import Plan
+from .report.progress import bar
+from .stored import ITEM, MARK, WRITING, Stored
+
+_POLL = 0.2  # seconds
+
+
+# -- save ---------------------------------------------------------------------------------------------------------
+
+
+class Saving:
+    """A checkpoint that is being written."""
+
+    def __init__(self, checkpointer: ocp.AsyncCheckpointer, directory: Path, nbytes: int):
+        self.directory = directory
+        self._checkpointer = checkpointer
+        self._nbytes = nbytes
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._finish, name="shardstep-save", daemon=False)
+        self._thread.start()
+
+    def _finish(self) -> None:
+        try:
+            self._checkpointer.wait_until_finished()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._checkpointer.close()
+
+    @property
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Returns when the checkpoint is whole on disk; raises if it could not be written."""
+        with bar(f"writing {self.directory.name}", self._nbytes) as advance:
+            shown = 0
+            while not self.done:
+                self._thread.join(_POLL)
+                written = _bytes_under(self.directory.with_name(self.directory.name + WRITING))
+                advance(max(written - shown, 0))
+                shown = max(written, shown)
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise ShardstepError(f"the checkpoint {self.directory} was not written: {error}") from error
+
+
+_running: list[Saving] = []  # at most one: saves do not overtake each other
+
+
+def save(
+    path: str | os.PathLike[str],
+    state: Any,
+    *,
+    step: int | None = None,
+    wait: bool = True,
+    overwrite: bool = False,
+    timeout: float = 600.0,
+) -> Saving:
+    """Write the state to a checkpoint.
+
+    Args:
+        path: a directory. With `step` it holds numbered checkpoints, laid out as Orbax's `CheckpointManager` does;
+            without, it becomes one checkpoint, as `StandardCheckpointer` writes it.
+        state: any pytree; leaves that are not arrays or numbers are left out (`restore` takes them from the plan).
+        step: the number of the checkpoint.
+        wait: return when it is on disk. With False, return as soon as the state may be donated or changed: the rest
+            happens in the background, `.wait()` on the result says how it ended, and the next `save` waits for it.
+        overwrite: replace a whole checkpoint of this number. A broken one is always replaced.
+        timeout: seconds that processes wait for each other to have written their parts.
+
+    In a run of many processes all of them call it, with the same arguments and a path that all of them see.
+    """
+    finish()
+    target = stored.at(Path(os.path.abspath(path)), step)
+    _make_way(target, overwrite)
+    tree, cropped = _to_file(state)
+    args: Any = ocp.args.StandardSave(tree)
+    handler: Any = ocp.StandardCheckpointHandler()
+    if step is not None:
+        args, handler = ocp.args.Composite(**{ITEM: args}), ocp.CompositeCheckpointHandler()
+    options = ocp.options.AsyncOptions(
+        timeout_secs=int(timeout), post_finalization_callback=lambda: _seal(target, cropped)
+    )
+    checkpointer = ocp.AsyncCheckpointer(handler, async_options=options)
+    checkpointer.save(target.directory, args=args, custom_metadata={MARK: 1})
+    saving = Saving(checkpointer, target.directory, sum(x.nbytes for x in jax.tree.leaves(tree) if is_array(x)))
+    _running.append(saving)
+    if wait:
+        finish()
+    return saving
+
+
+def finish() -> None:
+    """Wait for the save that runs in the background, if one does."""
+    while _running:
+        _running.pop().wait()
+
+
+def _make_way(target: Stored, overwrite: bool) -> None:
+    """Remove what a run that was killed left behind. What is whole is only replaced when asked to."""
+    refused = ""
+    if processes.is_first():
+        directory = target.directory
+        shutil.rmtree(directory.with_name(directory.name + WRITING), ignore_errors=True)
+        if directory.is_dir() and not any(directory.iterdir()):
+            directory.rmdir()
+        if directory.exists():
+            problem = "" if overwrite else target.problem()
+            if overwrite or problem:
+                shutil.rmtree(directory)
+            else:
+                refused = f"{directory} already holds a checkpoint: pass another step=, or overwrite=True"
+    if refused := processes.from_first(refused):
+        raise ShardstepError(refused)
+
+
+def _to_file(state: Any) -> tuple[Any, dict[str, tuple[int, ...]]]:
+    """The state as Orbax is to write it, and the logical shapes of the arrays that must be cropped to them."""
+    if jax.tree_util.all_leaves([state]):
+        state = (state,)  # Orbax writes trees, not lone arrays
+    cropped: dict[str, tuple[int, ...]] = {}
+
+    def one(path: Any, leaf: Any) -> Any:
+        if isinstance(leaf, Padded):
+            cropped[keystr(path, simple=True, separator=".")] = leaf.shape
+            leaf = leaf.data
+        if not is_array(leaf):
+            if isinstance(leaf, bool | complex):
+                return np.asarray(leaf)
+            return leaf if isinstance(leaf, int | float) else None
+        if np.size(leaf) == 0:
+            return None  # nothing to write, and Orbax refuses to
+        if isinstance(leaf, jax.Array):
+            if jax.process_count() > 1 and leaf.is_fully_addressable:
+                return np.asarray(leaf)  # the same on every process: the first one writes it
+            return leaf
+        return np.array(leaf)  # a copy: the caller may change it while it is written
+
+    return jax.tree_util.tree_map_with_path(one, state), cropped
+
+
+def _seal(target: Stored, cropped: dict[str, tuple[int, ...]]) -> None:
+    """Last of all, before Orbax gives the checkpoint its name; on the first process alone."""
+    writing = Stored(target.directory.with_name(target.directory.name + WRITING), target.step, False)
+    tree = writing.tree
+    if tree is None:
+        raise FileNotFoundError(f"{writing.directory} holds no {stored.TREE}")
+    (tree / "_sharding").unlink(missing_ok=True)  # a layout has no place in the file
+    for name, shape in cropped.items():
+        _crop(tree, name, shape)
+    manifest.write(tree)
+
+
+def _crop(tree: Path, name: str, shape: tuple[int, ...]) -> None:
+    """Take the padding off an array where it lies. Each replica has written its block; this only changes the bounds."""
+    arrays = {"driver": "ocdbt", "base": f"file://{tree}/", "path": f"{name}/"}
+    opened = tensorstore.open({"driver": "zarr", "kvstore": arrays}).result()
+    opened.resize(exclusive_max=shape).result()
+
+
+def _bytes_under(directory: Path) -> int:
+    try:
+        return manifest.total_bytes(directory)
+    except OSError:  # files come and go while it is written
+        return 0
+
+
+# -- restore ------------------------------------------------------------------------------------------------------
+
+
+def restore(path: str | os.PathLike[str], plan: Plan, *, step: int | None = None) -> Any:
+    """Read a checkpoint into the layouts of a plan: each device reads its own blocks.
+
+    Args:
+        path: what was given to `save`, or any directory that Orbax wrote a checkpoint or numbered checkpoints to.
+        plan: `step.plan(...)` of the training that goes on, for any number of replicas.
+        step: the number of the checkpoint; the newest whole one if None. Broken ones are skipped, with a warning.
+
+    Returns:
+        The state as the step takes it. Where several arguments are state, they come in the container that was saved: a
+        tuple, or a dict by the arguments' names.
+
+    Raises:
+        ShardstepError: there is no whole checkpoint, or it holds another tree than the plan's.
+    """
+    finish()
+    root = Path(os.path.abspath(path))
+    expected = expect(plan)
+    for candidate in _candidates(root, step):
+        problem, state = _try(candidate, expected)
+        if not problem:
+            return state
+        if step is not None:
+            raise ShardstepError(f"the checkpoint {candidate.directory} is broken: {problem}")
+        if processes.is_first():
+            warnings.warn(f"skipping the checkpoint {candidate.directory}: {problem}", stacklevel=2)
+    raise ShardstepError(
+        f"no whole checkpoint in {root}" if step is None else f"no checkpoint of step {step} in {root}"
+    )
+
+
+def latest_step(path: str | os.PathLike[str]) -> int | None:
+    """The number of the newest committed checkpoint under `path`, or None. `restore` may find that it is broken."""
+    root = Path(os.path.abspath(path))
+    found = next((str(s.step) for s in stored.find(root) if s.committed and s.step is not None), "")
+    agreed = processes.from_first(found)
+    return int(agreed) if agreed else None
+
+
+def _candidates(root: Path, step: int | None) -> list[Stored]:
+    """As the first process sees them: a network file system may show others an older state."""
+    found = [s for s in stored.find(root) if step is None or s.step == step]
+    if step is not None:
+        found = found[:1]
+    names = processes.from_first("\n".join(s.directory.name for s in found[:100])).splitlines()
+    by_name = {s.directory.name: s for s in found}
+    missing = Stored(root, step, False)
+    return [by_name.get(name, missing) for name in names]
+
+
+def _try(candidate: Stored, expected: Expected) -> tuple[str, Any]:
+    """(what is wrong, the state). All processes come to the same end."""
+    share = (jax.process_index(), jax.process_count())
+    with bar(f"checking {candidate.directory.name}", _bytes_under(candidate.directory)) as advance:
+        if problem := processes.first_of(candidate.problem(share, advance)):
+            return problem, None
+    tree = candidate.tree
+    assert tree is not None
+    problem, metadata = _caught(lambda: ocp.PyTreeCheckpointHandler().metadata(epath.Path(tree)).tree)
+    if problem:
+        return problem, None
+    match = expected.match(metadata, str(candidate.directory))
+    problem, restored = _caught(lambda: _read(tree, match))
+    return problem, None if problem else match.rebuild(restored)
+
+
+def _caught(read: Callable[[], Any]) -> tuple[str, Any]:
+    """Whatever a damaged file makes Orbax or TensorStore raise; running out of memory is not the file's fault."""
+    result, problem = None, ""
+    try:
+        result = read()
+    except (MemoryError, jax.errors.JaxRuntimeError):
+        raise
+    except Exception as error:
+        problem = f"it cannot be read: {_innermost(error)}"
+    return processes.first_of(problem), result
+
+
+def _innermost(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {str(error)[:500]}"
+
+
+def _read(tree: Path, match: Match) -> Any:
+    """The arrays, block by block into their layouts, in Orbax's view of the tree."""
+    with bar(f"reading {tree.name}", match.nbytes):
+        return ocp.PyTreeCheckpointHandler().restore(
+            epath.Path(tree), args=ocp.args.PyTreeRestore(item=match.item, restore_args=match.restore_args)
+        )

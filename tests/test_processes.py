@@ -1,0 +1,128 @@
+"""Several real processes: the same numbers as one, one checkpoint for any number of them, and an end when one dies."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+from launch import EXAMPLE, WORKERS, by_hand, free_port, open_mpi, slurm, started
+from steps import assert_same, batch, mesh_of
+
+import shardstep
+
+sys.path.append(str(WORKERS))
+from noisy import noisy_state, noisy_step
+
+pytestmark = pytest.mark.multiprocess
+
+HEARTBEAT = 10  # seconds; JAX's own default is 100
+
+
+# -- the same numbers --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count, devices", [(2, 1), (2, 2), (4, 1), (4, 2)])
+def test_same_as_one_process(tmp_path, count, devices):
+    start, _ = jax.jit(noisy_step)(noisy_state(), batch(9))
+    shardstep.save(tmp_path / "alone", start)
+    port = free_port()
+    commands = [[WORKERS / "equality.py", port, count, i, devices, tmp_path] for i in range(count)]
+    with started(commands, tmp_path / "logs") as processes:
+        processes.succeed()
+    state, losses = noisy_state(), []
+    for i in range(4):
+        state, loss = jax.jit(noisy_step)(state, batch(i))
+        losses.append(float(loss))
+    _, resumed = jax.jit(noisy_step)(start, batch(0))
+    for i in range(count):
+        seen = json.loads((tmp_path / f"seen-{i}.json").read_text())
+        np.testing.assert_allclose(seen["losses"], losses, rtol=1e-5)
+        np.testing.assert_allclose(seen["restored"], float(resumed), rtol=1e-5)
+        assert seen["replicas"] == count * devices
+        assert seen["held"] == 1 / count  # of the optimizer's state, in each process
+        assert "is not the same on all processes" in seen["refused"] and "global_batch" in seen["refused"]
+    plan = shardstep.shard(noisy_step, mesh_of(3)).plan(noisy_state(), batch(0))
+    assert_same(shardstep.restore(tmp_path / "saved", plan), state)
+
+
+# -- the example ------------------------------------------------------------------------------------------------------
+
+
+def options(tmp_path, *more):
+    common = ["--steps", 8, "--save-every", 2, "--heartbeat", HEARTBEAT, "--checkpoints", tmp_path / "checkpoints"]
+    return [*common, "--devices", 1, *more]
+
+
+def unbroken_losses(steps=8):
+    """The schedule of the example in one plain loop."""
+    example = runpy.run_path(str(EXAMPLE))
+    state, losses = example["create_state"](), []
+    for i in range(steps):
+        state, loss = jax.jit(example["train_step"])(state, example["whole_batch"](i))
+        losses.append(float(loss))
+    return losses
+
+
+def printed_losses(text):
+    """Step -> loss, of what the example printed."""
+    lines = [line.split() for line in text.splitlines() if line.startswith("step ")]
+    return {int(line[1]): float(line[3]) for line in lines}
+
+
+@pytest.mark.parametrize("cluster", [slurm, open_mpi])
+def test_example_in_a_cluster_that_jax_detects(tmp_path, cluster):
+    commands = [[EXAMPLE, *options(tmp_path)]] * 2
+    with started(commands, tmp_path / "logs", cluster(2)) as processes:
+        processes.succeed()
+        printed = printed_losses(processes.output())
+    np.testing.assert_allclose([printed[i] for i in range(8)], unbroken_losses(), rtol=1e-5)
+    assert shardstep.latest_step(tmp_path / "checkpoints") == 8
+
+
+# -- a process dies ----------------------------------------------------------------------------------------------------
+
+
+def resumes(tmp_path, count, at_least):
+    """Started again with fewer processes, it goes on from a whole checkpoint along the same curve."""
+    with started([[EXAMPLE, *options(tmp_path, *hand)] for hand in by_hand(count)], tmp_path / "again") as processes:
+        processes.succeed()
+        text = processes.output()
+    printed = printed_losses(text)
+    first = min(printed)
+    assert f"resumed at step {first}" in text and first >= at_least and first % 2 == 0
+    np.testing.assert_allclose([printed[i] for i in range(first, 8)], unbroken_losses()[first:], rtol=1e-5)
+    return text
+
+
+def test_killed_in_training(tmp_path):
+    endless = ["--steps", 10**6]
+    commands = [[EXAMPLE, *options(tmp_path, *hand), *endless] for hand in by_hand(3)]
+    with started(commands, tmp_path / "logs") as processes:
+        processes.until("step 4 ")
+        processes.kill(1)
+        start = time.monotonic()
+        codes = processes.wait(3 * HEARTBEAT)
+        took = time.monotonic() - start
+    assert all(codes), codes  # nobody takes this for success
+    assert took < 2.5 * HEARTBEAT
+    resumes(tmp_path, 2, at_least=2)
+
+
+@pytest.mark.parametrize("victim, where", [(1, "writing"), (0, "sealing")])
+def test_killed_in_a_save(tmp_path, victim, where):
+    commands = [[WORKERS / "dies_in_save.py", victim, where, *options(tmp_path, *hand)] for hand in by_hand(2)]
+    with started(commands, tmp_path / "logs") as processes:
+        processes.running[victim].wait(120)
+        start = time.monotonic()
+        codes = processes.wait(3 * HEARTBEAT)
+        took = time.monotonic() - start
+    assert all(codes), codes
+    assert took < 2.5 * HEARTBEAT
+    assert shardstep.latest_step(tmp_path / "checkpoints") == 2
+    assert (tmp_path / "checkpoints" / "4.orbax-checkpoint-tmp").is_dir()  # what it died on
+    assert "skipping the checkpoint" in resumes(tmp_path, 1, at_least=2)

@@ -1,0 +1,77 @@
+"""One of several processes: goes on from a checkpoint, feeds batches in every form, saves, and says what it saw.
+
+python equality.py PORT PROCESSES PROCESS DEVICES DIRECTORY
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from noisy import noisy_state, noisy_step
+from steps import EXAMPLES, batch
+
+import shardstep
+
+
+def main(directory):
+    mesh = Mesh(np.asarray(jax.devices()), ("data",))
+    step = shardstep.shard(noisy_step, mesh)
+    state, losses = train(step, mesh)
+    shardstep.save(directory / "saved", state, step=len(losses))
+    plan = step.plan(state, batch(0))
+    restored = shardstep.restore(directory / "alone", plan)  # one process wrote it
+    _, resumed = step(restored, step.global_batch(own(batch(0))))
+    moments = state["train"][1][0].mu["w1"]
+    seen = {
+        "losses": losses,
+        "restored": float(resumed),
+        "refused": refused(mesh),
+        "held": sum(s.data.size for s in moments.addressable_shards) / moments.size,
+        "replicas": plan.replicas,
+    }
+    (directory / f"seen-{jax.process_index()}.json").write_text(json.dumps(seen))
+
+
+def own(tree):
+    """This process's part of the examples."""
+    n, k = jax.process_count(), jax.process_index()
+    return jax.tree.map(lambda x: np.split(np.asarray(x), n)[k], tree)
+
+
+def train(step, mesh):
+    def joined_by_jax(tree):
+        sharding = NamedSharding(mesh, PartitionSpec("data"))
+        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x), own(tree))
+
+    forms = [
+        lambda tree: jax.tree.map(np.asarray, tree),  # the whole batch, on every host
+        lambda tree: tree,  # the whole batch, on a device of every process
+        joined_by_jax,
+        lambda tree: step.global_batch(own(tree)),
+    ]
+    state, losses = noisy_state(), []  # on one device of every process
+    for i, form in enumerate(forms):
+        state, loss = step(state, form(batch(i)))
+        losses.append(float(loss))
+    return state, losses
+
+
+def refused(mesh):
+    """What is said when each process gives a batch of its own as if it were the whole."""
+    try:
+        shardstep.shard(noisy_step, mesh)(noisy_state(), own(batch(0, EXAMPLES * jax.process_count())))
+    except shardstep.ShardstepError as error:
+        return str(error)
+    return ""
+
+
+if __name__ == "__main__":
+    port, processes, process, devices = map(int, sys.argv[1:5])
+    jax.config.update("jax_num_cpu_devices", devices)
+    jax.distributed.initialize(f"127.0.0.1:{port}", processes, process)
+    main(Path(sys.argv[5]))
