@@ -1,0 +1,85 @@
+"""How the state of a GPT-2-small-like model rests on 7, 8, 12 and 256 replicas, as the tables of docs/state.md.
+
+    python benchmarks/state_table.py            # prints Markdown
+
+The bytes on 7, 8 and 12 replicas are those of arrays: the state of the model with one layer (its other layers repeat the
+same shapes) is created with `plan.init`, and what a replica's device holds is counted. 256 replicas are planned only.
+"""
+
+from __future__ import annotations
+
+import collections
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 256)
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+import shardstep
+from shardstep.demo import model
+from shardstep.plan import Leaf, Plan
+from shardstep.report.text import size
+
+CREATED, PLANNED = (7, 8, 12), (256,)
+
+
+def gpt2(layers: int) -> model.Config:
+    return model.Config(vocabulary=50257, context=1024, width=768, heads=12, layers=layers)
+
+
+def plan_for(replicas: int, layers: int) -> Plan:
+    config = gpt2(layers)
+    state = jax.eval_shape(lambda: model.init(jax.random.key(0), config))
+    tokens = jax.ShapeDtypeStruct((replicas, config.context), jnp.int32)
+    mesh = Mesh(np.asarray(jax.devices()[:replicas]), ("data",))
+    step = shardstep.shard(model.train_step, mesh, static_argnames="config", weights="replicated")
+    return step.plan(state, {"input": tokens, "target": tokens}, config=config)
+
+
+def held_bytes(plan: Plan) -> dict[str, int]:
+    """What the device of replica 0 holds of each leaf, when the state has been created."""
+    state = plan.init(lambda: model.init(jax.random.key(0), gpt2(1)))
+    paths = [leaf.path for leaf in plan.leaves if leaf.role in ("weight", "auxiliary", "frozen")]
+    arrays = jax.tree.leaves(state)
+    return {path: x.addressable_shards[0].data.nbytes for path, x in zip(paths, arrays, strict=True)}
+
+
+def kinds(plan: Plan) -> dict[str, Leaf]:
+    """One leaf of the optimizer's state for each shape."""
+    return {str(list(leaf.shape)): leaf for leaf in plan.leaves if leaf.path.startswith("state.mean")}
+
+
+def padding(leaf: Leaf) -> str:
+    grown = [(held, own) for held, own in zip(leaf.held, leaf.shape, strict=True) if held != own]
+    return f"{grown[0][1]} → {grown[0][0]}" if grown else "none"
+
+
+def main() -> None:
+    print("| replicas | shape | layout | padding | bytes a replica, before → after |\n|---|---|---|---|---|")
+    for replicas in (*CREATED, *PLANNED):
+        plan = plan_for(replicas, layers=1)
+        held = held_bytes(plan) if replicas in CREATED else {}
+        for shape, leaf in kinds(plan).items():
+            after = held.get(leaf.path, leaf.bytes_after)
+            assert after == leaf.bytes_after, f"{leaf.path}: planned {leaf.bytes_after} bytes, holds {after}"
+            layout = leaf.layout.split(",")[0].rstrip(")") + (")" if "(" in leaf.layout else "")
+            print(f"| {replicas} | {shape} | {layout} | {padding(leaf)} | {size(leaf.bytes_before)} → {size(after)} |")
+    print("\n| replicas | state a replica, before → after | optimizer's bytes sharded | padding of all state |")
+    print("|---|---|---|---|")
+    for replicas in (*CREATED, *PLANNED):
+        plan = plan_for(replicas, layers=12)
+        before, after = plan.state_bytes.replicated, plan.state_bytes.sharded
+        total = collections.Counter()
+        for leaf in plan.leaves:
+            if leaf.role == "auxiliary":
+                total["own"] += int(np.prod(leaf.shape))
+                total["held"] += int(np.prod(leaf.held))
+        waste = total["held"] / total["own"] - 1
+        print(f"| {replicas} | {size(before)} → {size(after)} | {plan.auxiliary_share:.2%} | {waste:.3%} |")
+
+
+if __name__ == "__main__":
+    main()
