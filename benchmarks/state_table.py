@@ -2,8 +2,8 @@
 
     python benchmarks/state_table.py            # prints Markdown
 
-The bytes on 7, 8 and 12 replicas are those of arrays: the state of the model with one layer (its other layers repeat the
-same shapes) is created with `plan.init`, and what a replica's device holds is counted. 256 replicas are planned only.
+The bytes on 7, 8 and 12 replicas are those of arrays: the state of the model with one layer (its other layers repeat
+the same shapes) is created with `plan.init`, and what a replica's device holds is counted. 256 replicas are planned only.
 """
 
 from __future__ import annotations
@@ -11,9 +11,6 @@ from __future__ import annotations
 import collections
 
 import jax
-
-jax.config.update("jax_num_cpu_devices", 256)
-
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
@@ -58,6 +55,7 @@ def padding(leaf: Leaf) -> str:
 
 
 def main() -> None:
+    jax.config.update("jax_num_cpu_devices", max(CREATED + PLANNED))
     print("| replicas | shape | layout | padding | bytes a replica, before → after |\n|---|---|---|---|---|")
     for replicas in (*CREATED, *PLANNED):
         plan = plan_for(replicas, layers=1)
