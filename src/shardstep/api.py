@@ -159,6 +159,7 @@ class Rewritten:
     def __init__(self, captured: Captured, decided: Decided, replicas: Replicas, options: Options):
         self.captured = captured
         self.decided = decided
+        self.replicas = replicas
         self.mesh = replicas.mesh
         axes = replicas.axes
         inputs = [v.array for v in captured.program.inputs]
@@ -210,7 +211,7 @@ class Rewritten:
 
     @functools.cached_property
     def plan(self) -> Plan:
-        return describe(self.captured, self.decided, self.mesh)
+        return describe(self.captured, self.decided, self.replicas)
 
     @functools.cached_property
     def constants(self) -> list[jax.Array]:

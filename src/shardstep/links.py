@@ -6,6 +6,7 @@ threshold, an order of axes. It does not promise a step time.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -135,13 +136,16 @@ def collective_time(kind: str, nbytes: float, *rings: Ring) -> float:
     Over several rings at once all their links work together (what the TPU compiler does for an all-reduce); a
     collective along one ring after the other is the sum of single ones.
     """
+    n = math.prod(r.size for r in rings)
+    share = (n - 1) / n / (n if kind == "all-to-all" else 1)
+    return sent_time(kind, PASSES.get(kind, 0.0) * share * nbytes, *rings)
+
+
+def sent_time(kind: str, sent: float, *rings: Ring) -> float:
+    """The same for a collective in which each replica sends so many bytes."""
     rings = tuple(r for r in rings if r.size > 1)
     if not rings or kind not in PASSES:
         return 0.0
-    n = 1
-    for ring in rings:
-        n *= ring.size
-    share = (n - 1) / n / (n if kind == "all-to-all" else 1)
     bandwidth = sum(r.rate for r in rings)
     delay = sum(r.delay for r in rings)
-    return max(r.start for r in rings) + PASSES[kind] * (share * nbytes / bandwidth + delay)
+    return max(r.start for r in rings) + sent / bandwidth + PASSES[kind] * delay

@@ -19,6 +19,7 @@ class Options:
 
     Attributes:
         min_shard_bytes: smaller state leaves rest replicated: splitting them saves nothing and costs a message.
+            None: as the cost model says for the machine, at least 16 KiB.
         bucket_bytes: tensors up to this size travel together, at most so many bytes in one collective; larger ones
             travel alone. 0: every tensor alone. None: what was measured for the platform (`fusing.BUCKET_BYTES`).
         reduce_dtype: the dtype in which gradients are added up over the replicas, `jnp.float32` or `jnp.bfloat16`, say.
@@ -33,7 +34,7 @@ class Options:
             `"auto"` rewrites unless that would send more than the replicated step does.
     """
 
-    min_shard_bytes: int = 16 * 1024
+    min_shard_bytes: int | None = None
     bucket_bytes: int | None = None
     reduce_dtype: Any = None
     gather_dtype: Any = None
@@ -45,7 +46,7 @@ class Options:
     def __post_init__(self) -> None:
         for name in ("min_shard_bytes", "bucket_bytes"):
             value = getattr(self, name)
-            if value is None and name == "bucket_bytes":
+            if value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
                 raise ShardstepError(f"Options({name}={value!r}): give a number of bytes, 0 or more")

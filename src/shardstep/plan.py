@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
 from itertools import repeat
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from . import initial
 from .capture import Captured
@@ -31,6 +32,7 @@ from .layout import (
 from .options import Options
 from .placement import split_layout, split_on
 from .precision import travel_in
+from .prediction import over_examples, update_time, wire_time
 from .program import Var, count_uses
 from .propagate import Forward, schedule, whole
 from .replicas import Replicas
@@ -71,6 +73,9 @@ class Plan:
     """What shardstep will do with a step. `str(plan)` is a table; `to_json()` holds all of it."""
 
     replicas: int
+    topology: str
+    group: int  # how many replicas share one copy of the state
+    why_group: str
     weights: str
     why_weights: str
     leaves: tuple[Leaf, ...]
@@ -79,6 +84,9 @@ class Plan:
     state_bytes: Total
     wire_bytes: Total
     update_flops: Total
+    wire_seconds: Total  # predicted by the cost model, see `links.py`
+    update_seconds: Total
+    notes: tuple[str, ...]
     shardings: Any = field(default=None, compare=False, repr=False)  # pytree like (args, kwargs) of NamedSharding
 
     def __getstate__(self) -> dict[str, Any]:
@@ -143,11 +151,12 @@ def decide(captured: Captured, replicas: Replicas, weights: str, options: Option
     _check_outputs(captured, unsharded)
     roles = _roles(captured, unsharded)
     chosen, why = choose_weights(weights, options, replicas.topology.platform)
+    small = _small_bytes(captured, roles, replicas, options)
     uses = count_uses(program)
     rests = []
     for i, (var, role) in enumerate(zip(program.inputs, roles, strict=True)):
         updating = role == "frozen" and uses[var] > 1 and i not in unsharded.met_batch  # the update alone reads it
-        rests.append(_rest(var.array, "auxiliary" if updating else role, chosen, replicas, options))
+        rests.append(_rest(var.array, "auxiliary" if updating else role, chosen, replicas, small))
     inputs = [examples.get(i, layout) for i, (layout, _) in enumerate(rests)]
     outputs: list[Layout | None] = [None] * len(program.outputs)
     for i, o in captured.state.items():
@@ -158,14 +167,17 @@ def decide(captured: Captured, replicas: Replicas, weights: str, options: Option
     return Decided(decided, tuple(roles), reasons, chosen, why)
 
 
-def describe(captured: Captured, decided: Decided, mesh: Mesh) -> Plan:
+def describe(captured: Captured, decided: Decided, replicas: Replicas) -> Plan:
     """The plan in the user's terms, beside the program that everyone runs today."""
-    axes, inputs = decided.schedule.axes, captured.program.inputs
+    axes, inputs, topology = replicas.axes, captured.program.inputs, replicas.topology
     leaves = tuple(map(_leaf, captured.paths, inputs, decided.roles, decided.inputs, repeat(axes), decided.reasons))
     state = [leaves[i] for i in captured.state]
     baseline, ours = _baseline(captured, axes), decided.schedule
     return Plan(
-        replicas=_replicas(axes),
+        replicas=replicas.count,
+        topology=str(topology),
+        group=replicas.group,
+        why_group=replicas.why_group,
         weights=decided.weights,
         why_weights=decided.why_weights,
         leaves=leaves,
@@ -174,7 +186,12 @@ def describe(captured: Captured, decided: Decided, mesh: Mesh) -> Plan:
         state_bytes=Total(sum(x.bytes_before for x in state), sum(x.bytes_after for x in state)),
         wire_bytes=Total(sum(c.total for c in baseline.collectives), sum(c.total for c in ours.collectives)),
         update_flops=Total(_update_work(baseline), _update_work(ours)),
-        shardings=captured.call.rebuild([NamedSharding(mesh, leaf.spec) for leaf in leaves]),
+        wire_seconds=Total(
+            wire_time(baseline.collectives, axes, topology), wire_time(ours.collectives, axes, topology)
+        ),
+        update_seconds=Total(update_time(baseline, topology), update_time(ours, topology)),
+        notes=(replicas.note,) if replicas.note else (),
+        shardings=captured.call.rebuild([NamedSharding(replicas.mesh, leaf.spec) for leaf in leaves]),
     )
 
 
@@ -250,10 +267,36 @@ def choose_weights(weights: str, options: Options, platform: str) -> tuple[str, 
 # -- where a leaf rests -------------------------------------------------------------------------------------------
 
 
+_LEAST_BYTES = 16 * 1024  # smaller leaves are not worth a message on any machine
+_LEFT_WHOLE = 0.002  # the share of the optimizer's bytes that may stay on every replica for the sake of speed
+
+
+def _small_bytes(captured: Captured, roles: Sequence[str], replicas: Replicas, options: Options) -> int:
+    """The size below which a leaf rests replicated.
+
+    By cost that is where the saved update takes as long as a message. But memory comes first: of the leaves between
+    `_LEAST_BYTES` and there, only as many stay whole as hold a negligible share of the optimizer's bytes.
+    """
+    if options.min_shard_bytes is not None:
+        return options.min_shard_bytes
+    state = zip(captured.program.inputs, roles, strict=True)
+    sizes = Counter(var.array.nbytes for var, role in state if role == "auxiliary")
+    limit = _LEAST_BYTES
+    left = _LEFT_WHOLE * sum(size * count for size, count in sizes.items())
+    for size, count in sorted(sizes.items()):
+        if size < _LEAST_BYTES:
+            continue
+        left -= size * count
+        if left < 0 or size >= replicas.topology.break_even_bytes:
+            break
+        limit = size + 1
+    return limit
+
+
 _WHY_SPLIT = "only the update reads it (split: a partial sum would rest whole on every replica)"
 
 
-def _rest(array: Array, role: str, weights: str, replicas: Replicas, options: Options) -> tuple[Layout, str]:
+def _rest(array: Array, role: str, weights: str, replicas: Replicas, small: int) -> tuple[Layout, str]:
     axes, shared = replicas.axes, replicas.shared
     everywhere = whole(axes)
     if role == "batch":
@@ -264,8 +307,8 @@ def _rest(array: Array, role: str, weights: str, replicas: Replicas, options: Op
         return everywhere, "frozen: returned unchanged"
     if role == "weight" and weights == "replicated":
         return everywhere, "a weight: every replica reads it whole; its update is sharded and gathered"
-    if array.nbytes < options.min_shard_bytes:
-        return everywhere, f"small: {array.nbytes} bytes, below min_shard_bytes={options.min_shard_bytes}"
+    if array.nbytes < small:
+        return everywhere, f"small: {array.nbytes} bytes, below min_shard_bytes={small}"
     layout = split_layout(array, axes, shared, replicas.topology.tiled)
     if layout is None:
         return everywhere, f"{list(array.shape)} has no dimension to split"
@@ -318,7 +361,7 @@ def _update_work(decided: Schedule) -> float:
     """Elements computed by a replica in equations that do not run over the examples."""
     done = 0.0
     for step in decided.steps:
-        if not any(is_batch(p) for layout in step.operands + step.results for p in layout):
+        if not over_examples(step):
             for var, layout in zip(step.equation.outputs, step.results, strict=True):
                 done += Array(block_shape(var.array.shape, layout, decided.axes), var.array.dtype).size
     return done

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..plan import Plan
+    from ..plan import Plan, Total
 
 
 def size(nbytes: float) -> str:
@@ -18,14 +18,29 @@ def size(nbytes: float) -> str:
     raise AssertionError
 
 
+def duration(seconds: float) -> str:
+    for unit, factor in (("s", 1), ("ms", 1e3), ("us", 1e6)):
+        if seconds * factor >= 1 or unit == "us":
+            return f"{seconds * factor:.3g} {unit}"
+    raise AssertionError
+
+
+def _change(total: Total) -> str:
+    return f"{duration(total.replicated)} -> {duration(total.sharded)}"
+
+
 def table(plan: Plan) -> str:
     """The plan as text: the headline, every leaf, what is communicated, what could not be sharded."""
     lines = [
         f"shardstep plan for {plan.replicas} replicas, weights {plan.weights} ({plan.why_weights})",
+        f"  machine           {plan.topology}",
+        f"  state shared by   {plan.group} replicas ({plan.why_group})",
         f"  state a replica   {size(plan.state_bytes.replicated)} -> {size(plan.state_bytes.sharded)}"
         f"   ({plan.auxiliary_share:.1%} of the optimizer's bytes are sharded)",
         f"  wire a replica    {size(plan.wire_bytes.replicated)} -> {size(plan.wire_bytes.sharded)}",
+        f"  predicted         wire {_change(plan.wire_seconds)}, update {_change(plan.update_seconds)}",
         f"  update work       {plan.update_flops.replicated:.3g} -> {plan.update_flops.sharded:.3g} elements",
+        *(f"  note              {note}" for note in plan.notes),
         "",
     ]
     rows = [("leaf", "shape", "role", "layout", "bytes", "why")]
