@@ -142,10 +142,29 @@ def transformer(
     return training("transformer", loss, create, optimizer, batch)
 
 
+def small_tensors(replicas: int, layers: int = 50, width: int = 48) -> Workload:
+    """A hundred tensors of 9 KiB and less: what counts is how many messages are sent."""
+
+    def create(key: jax.Array) -> list[dict[str, jax.Array]]:
+        return [{"w": dense(k, width, width), "b": jnp.zeros(width)} for k in jax.random.split(key, layers)]
+
+    def loss(params: list[dict[str, jax.Array]], batch: tuple[jax.Array, jax.Array]) -> jax.Array:
+        x, target = batch
+        for p in params:
+            x = jnp.tanh(x @ p["w"] + p["b"])
+        return jnp.mean((x - target) ** 2)
+
+    rng = np.random.default_rng(0)
+    batch = tuple(rng.standard_normal((4 * replicas, width), np.float32) for _ in range(2))
+    return training("a hundred small tensors", loss, create, optax.adam(1e-3), batch)
+
+
 WORKLOADS: dict[str, Callable[[int], Workload]] = {
     "transformer": transformer,
     "mlp": mlp,
     "mlp-960": functools.partial(mlp, width=960),
+    "small-tensors": small_tensors,
+    "smoke": functools.partial(transformer, width=64, vocabulary=512, heads=4),
 }
 
 
@@ -178,11 +197,16 @@ def zero1(workload: Workload, mesh: Mesh) -> Step:
     return jax.jit(workload.step, in_shardings=(state, by_example), out_shardings=(state, everywhere), donate_argnums=0)
 
 
-def sharded(workload: Workload, mesh: Mesh) -> Step:
-    return shardstep.shard(workload.step, mesh)
+def sharded(workload: Workload, mesh: Mesh, weights: str = "replicated") -> Step:
+    return shardstep.shard(workload.step, mesh, weights=weights)
 
 
-VARIANTS = {"replicated": replicated, "zero1": zero1, "shardstep": sharded}
+VARIANTS = {
+    "replicated": replicated,
+    "zero1": zero1,
+    "shardstep": sharded,
+    "shardstep-sharded": functools.partial(sharded, weights="sharded"),
+}
 
 
 # --- measuring ------------------------------------------------------------------------------------------------------
@@ -391,7 +415,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--devices", type=int, default=8, help="simulated CPU devices (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=15, help="measured steps of each variant (default: %(default)s)")
     parser.add_argument("--compilations", type=int, default=3, help="cold compilations of each (default: %(default)s)")
-    parser.add_argument("--workload", nargs="*", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--workload", nargs="*", choices=WORKLOADS, default=[w for w in WORKLOADS if w != "smoke"])
     parser.add_argument("--variant", nargs="*", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument(
         "--malloc", choices=("keep", "default"), default="keep", help="see above (default: %(default)s)"
