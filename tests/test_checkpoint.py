@@ -112,13 +112,13 @@ def test_no_device_reads_more_than_its_block(tmp_path, monkeypatch):
 
 def odd_step(state, batch):
     (params, moments), x = state, batch["x"]
-    value, gradients = jax.value_and_grad(lambda p: jnp.mean((jnp.tanh(x @ p["w"]) - 0.1) ** 2))(params)
+    value, gradients = jax.value_and_grad(lambda p: jnp.mean((jnp.tanh(x @ p["layer/w"]) - 0.1) ** 2))(params)
     changes, moments = OPTIMIZER.update(gradients, moments, params)
     return (optax.apply_updates(params, changes), moments), value
 
 
 def odd_state():
-    params = {"w": jnp.linspace(-1, 1, 96 * 59).reshape(96, 59)}  # neither 5 nor 7 divides a dimension
+    params = {"layer/w": jnp.linspace(-1, 1, 96 * 59).reshape(96, 59)}  # neither 5 nor 7 divides a dimension
     return params, OPTIMIZER.init(params)
 
 
@@ -140,7 +140,7 @@ def test_padded_leaves_are_stored_in_their_own_shape(tmp_path, before, after, we
     restored = shardstep.restore(tmp_path, plan)
     assert bits(restored) == bits(state)
     assert in_layout(restored, plan)
-    assert isinstance(restored[1][0].mu["w"], shardstep.Padded) == (after > 1)
+    assert isinstance(restored[1][0].mu["layer/w"], shardstep.Padded) == (after > 1)
     ours, _ = step(restored, batch(1, 35))
     theirs, _ = jax.jit(odd_step)(jax.jit(odd_step)(odd_state(), batch(0, 35))[0], batch(1, 35))
     assert_same(ours, theirs)
@@ -170,6 +170,7 @@ def mixed_state():
         "complex": jnp.asarray([1 + 2j, 3 - 1j]),
         "step": 3,
         "rate": 0.1,
+        "mlp/~/linear.0": [{0: jnp.ones(3), 1: (jnp.zeros(2),)}],  # names that Haiku gives, numbers as names
     }
 
 
@@ -492,6 +493,11 @@ def test_a_plan_from_another_process(tmp_path):
     shardstep.save(tmp_path, adam_state())
     with pytest.raises(ShardstepError, match="this plan has no shardings"):
         shardstep.restore(tmp_path, pickle.loads(pickle.dumps(plan)))
+
+
+def test_object_stores_are_refused():
+    with pytest.raises(ShardstepError, match="object stores are not supported"):
+        shardstep.save("gs://bucket/run", adam_state())
 
 
 def test_no_pickle(tmp_path, monkeypatch):

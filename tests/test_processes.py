@@ -44,6 +44,7 @@ def test_same_as_one_process(tmp_path, count, devices):
         np.testing.assert_allclose(seen["losses"], losses, rtol=1e-5)
         np.testing.assert_allclose(seen["restored"], float(resumed), rtol=1e-5)
         assert seen["replicas"] == count * devices
+        assert seen["fresh"] and seen["checked"]
         assert seen["held"] == 1 / count  # of the optimizer's state, in each process
         assert "is not the same on all processes" in seen["refused"] and "global_batch" in seen["refused"]
     plan = shardstep.shard(noisy_step, mesh_of(3)).plan(noisy_state(), batch(0))

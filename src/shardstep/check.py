@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from .api import Rewritten, ShardedStep, shard
 from .capture import Captured
 from .layout import Varying
+from .processes import whole
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def _plain(sharded: ShardedStep, program: Rewritten) -> Callable[[list[Any]], li
 
     if captured.axis_name is None:
         run = jax.jit(flat)
-        return lambda leaves: run(*[np.asarray(x) if isinstance(x, jax.Array) and _is_data(x) else x for x in leaves])
+        return lambda leaves: run(*map(whole, leaves))
     mesh = jax.sharding.Mesh(sharded.replicas.mesh.devices.reshape(-1), (captured.axis_name,))
     ins = [
         PartitionSpec(*[None] * captured.batch[i], captured.axis_name) if i in captured.batch else PartitionSpec()
@@ -101,7 +102,7 @@ def _plain(sharded: ShardedStep, program: Rewritten) -> Callable[[list[Any]], li
         return [jnp.asarray(x)[None] if o and jnp.ndim(x) == 0 else x for x, o in zip(flat(*leaves), own, strict=True)]
 
     run = jax.jit(jax.shard_map(one_replica, mesh=mesh, in_specs=tuple(ins), out_specs=outs, check_vma=False))
-    return lambda leaves: run(*[np.asarray(x) if isinstance(x, jax.Array) and _is_data(x) else x for x in leaves])
+    return lambda leaves: run(*map(whole, leaves))
 
 
 def _is_data(x: jax.Array) -> bool:
@@ -126,7 +127,7 @@ def _compare(path: str, ours: Any, theirs: Any) -> Difference:
     if not _is_data(ours):
         ours, theirs = jax.random.key_data(ours), jax.random.key_data(theirs)
     dtype = str(ours.dtype)
-    a, b = np.asarray(ours), np.asarray(theirs)
+    a, b = whole(ours), whole(theirs)
     exact = a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
     if exact:
         return Difference(path, a.shape, dtype, True, 0.0, 0.0)

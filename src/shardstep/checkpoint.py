@@ -7,6 +7,7 @@ kept. Plain Orbax reads what is written here, and what plain Orbax wrote from an
 
 from __future__ import annotations
 
+import operator
 import os
 import shutil
 import threading
@@ -20,6 +21,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore
 from etils import epath
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import keystr
 
 from . import manifest, processes, stored
@@ -28,6 +30,7 @@ from .errors import ShardstepError
 from .expected import Expected, Match, expect
 from .padded import Padded
 from .plan import Plan
+from .processes import is_local
 from .report.progress import bar
 from .stored import ITEM, MARK, WRITING, Stored
 
@@ -101,7 +104,7 @@ def save(
     In a run of many processes all of them call it, with the same arguments and a path that all of them see.
     """
     finish()
-    target = stored.at(Path(os.path.abspath(path)), step)
+    target = stored.at(_local_path(path), None if step is None else operator.index(step))
     _make_way(target, overwrite)
     tree, cropped = _to_file(state)
     args: Any = ocp.args.StandardSave(tree)
@@ -118,6 +121,12 @@ def save(
     if wait:
         finish()
     return saving
+
+
+def _local_path(path: str | os.PathLike[str]) -> Path:
+    if "://" in os.fspath(path):
+        raise ShardstepError(f"{path} is not a directory of a file system; object stores are not supported")
+    return Path(os.path.abspath(path))
 
 
 def finish() -> None:
@@ -160,13 +169,16 @@ def _to_file(state: Any) -> tuple[Any, dict[str, tuple[int, ...]]]:
             return leaf if isinstance(leaf, int | float) else None
         if np.size(leaf) == 0:
             return None  # nothing to write, and Orbax refuses to
-        if isinstance(leaf, jax.Array):
-            if jax.process_count() > 1 and leaf.is_fully_addressable:
-                return np.asarray(leaf)  # the same on every process: the first one writes it
-            return leaf
-        return np.array(leaf)  # a copy: the caller may change it while it is written
+        if not isinstance(leaf, jax.Array):
+            return np.array(leaf)  # a copy: the caller may change it while it is written
+        # what a process of several holds by itself is the same on all of them: Orbax takes it as one global array
+        return processes.lay_out([leaf], [_everywhere()])[0] if jax.process_count() > 1 and is_local(leaf) else leaf
 
     return jax.tree_util.tree_map_with_path(one, state), cropped
+
+
+def _everywhere() -> NamedSharding:
+    return NamedSharding(Mesh(np.asarray(jax.devices()), ("devices",)), PartitionSpec())
 
 
 def _seal(target: Stored, cropped: dict[str, tuple[int, ...]]) -> None:
@@ -214,7 +226,7 @@ def restore(path: str | os.PathLike[str], plan: Plan, *, step: int | None = None
         ShardstepError: there is no whole checkpoint, or it holds another tree than the plan's.
     """
     finish()
-    root = Path(os.path.abspath(path))
+    root = _local_path(path)
     expected = expect(plan)
     for candidate in _candidates(root, step):
         problem, state = _try(candidate, expected)
@@ -231,7 +243,7 @@ def restore(path: str | os.PathLike[str], plan: Plan, *, step: int | None = None
 
 def latest_step(path: str | os.PathLike[str]) -> int | None:
     """The number of the newest committed checkpoint under `path`, or None. `restore` may find that it is broken."""
-    root = Path(os.path.abspath(path))
+    root = _local_path(path)
     found = next((str(s.step) for s in stored.find(root) if s.committed and s.step is not None), "")
     agreed = processes.from_first(found)
     return int(agreed) if agreed else None

@@ -39,6 +39,16 @@ def is_local(x: Any) -> bool:
     return getattr(x, "is_fully_addressable", True)
 
 
+def whole(x: Any) -> Any:
+    """The whole value, held by every process for itself: on the host, or a PRNG key on one device."""
+    if _is_key(x):
+        return jax.random.wrap_key_data(whole(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+    if is_local(x):
+        return np.asarray(x)
+    logical = jnp.asarray(x)  # of a padded array
+    return np.asarray(multihost_utils.process_allgather(logical, tiled=True))
+
+
 def _blocks(x: Any, sharding: NamedSharding) -> jax.Array:
     """This process's blocks of a value that it holds whole, as its part of a global array."""
     if _is_key(x):

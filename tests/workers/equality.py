@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from noisy import noisy_state, noisy_step
@@ -24,6 +25,8 @@ def main(directory):
     state, losses = train(step, mesh)
     shardstep.save(directory / "saved", state, step=len(losses))
     plan = step.plan(state, batch(0))
+    shardstep.save(directory / "fresh", noisy_state())  # of what every process holds for itself
+    fresh = shardstep.restore(directory / "fresh", plan)
     restored = shardstep.restore(directory / "alone", plan)  # one process wrote it
     _, resumed = step(restored, step.global_batch(own(batch(0))))
     moments = state["train"][1][0].mu["w1"]
@@ -33,8 +36,16 @@ def main(directory):
         "refused": refused(mesh),
         "held": sum(s.data.size for s in moments.addressable_shards) / moments.size,
         "replicas": plan.replicas,
+        "fresh": all(map(same, jax.tree.leaves(fresh), jax.tree.leaves(noisy_state()))),
+        "checked": shardstep.check(step, noisy_state(), batch(0), steps=2).within(1e-5),
     }
     (directory / f"seen-{jax.process_index()}.json").write_text(json.dumps(seen))
+
+
+def same(a, b):
+    if hasattr(b, "dtype") and jnp.issubdtype(b.dtype, jax.dtypes.prng_key):
+        a, b = jax.random.key_data(a), jax.random.key_data(b)
+    return all(np.array_equal(shard.data, np.asarray(b)[shard.index]) for shard in a.addressable_shards)
 
 
 def own(tree):
