@@ -3,7 +3,7 @@
     python benchmarks/state_table.py            # prints Markdown
 
 The bytes on 7, 8 and 12 replicas are those of arrays: the state of the model with one layer (its other layers repeat
-the same shapes) is created with `plan.init`, and what a replica's device holds is counted. 256 replicas are planned only.
+the same shapes) is created with `plan.init`, and what a replica's device holds is counted. 256 replicas are planned.
 """
 
 from __future__ import annotations
