@@ -178,7 +178,8 @@ class _Builder:
         outputs = tuple(Var(_array(v)) for v in eqn.outvars)
         bodies = tuple(flatten(body) for body in _BODIES.get(eqn.primitive, lambda _: ())(eqn.params))
         effects = frozenset(eqn.effects)
-        self.equations.append(Equation(eqn.primitive, eqn.params, tuple(inputs), outputs, sources, bodies, effects))
+        params = eqn.params if eqn.primitive is _P("sharding_constraint") else _unplaced(eqn.params)
+        self.equations.append(Equation(eqn.primitive, params, tuple(inputs), outputs, sources, bodies, effects))
         return outputs
 
     def _constant(self, array: Array, value: Any) -> Var:
@@ -187,6 +188,12 @@ class _Builder:
                 return var
         self.constants.append((Var(array), value))
         return self.constants[-1][0]
+
+
+def _unplaced(params: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Without the sharding that an equation's result was to have on the user's mesh: layouts say where values lie."""
+    named = [name for name in ("sharding", "out_sharding") if params.get(name) is not None]
+    return {**params, **dict.fromkeys(named)} if named else params
 
 
 def _array(atom: Any) -> Array:
