@@ -1,5 +1,8 @@
 """shardstep: shard the weight update of an unchanged JAX training step across data-parallel replicas."""
 
+import importlib
+from typing import Any
+
 from .api import ShardedStep, shard
 from .check import check
 from .checkpoint import Saving, finish, latest_step, restore, save
@@ -28,3 +31,10 @@ __all__ = [
     "save",
     "shard",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`shardstep.nnx` and `shardstep.keras` import their frameworks, so they are imported when first used."""
+    if name in ("nnx", "keras"):
+        return importlib.import_module(f".integrations.{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from . import interpreter
+from . import interpreter, shardings
 from .arguments import Call, Signature, as_tuple, shape_of
 from .batch import Batch
 from .capture import Captured, capture, refuse, uses_axis
@@ -128,12 +129,14 @@ class ShardedStep:
     def program(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Rewritten, Call]:
         """The rewritten step for arguments of this kind, and the arguments taken apart for it."""
         call = self._signature.take_apart(args, kwargs)
-        key = call.key()
+        others = self.replicas.others
+        kept = tuple(shardings.kept(leaf, others) for leaf in call.leaves) if others else ()
+        key = call.key(), kept
         program = self._programs.get(key)
         if program is None:
             program = self._programs[key] = self._rewrite(args, kwargs)
             # shard_map returns weakly typed state as strongly typed: the next call is the same program all the same
-            self._programs[call.key(strong=program.captured.weak)] = program
+            self._programs[call.key(strong=program.captured.weak), kept] = program
         if program.captured.call.traced != call.traced:
             call = self._signature.take_apart(args, kwargs, numbers_static=True)
         return program, call
@@ -141,7 +144,16 @@ class ShardedStep:
     def _rewrite(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Rewritten:
         replicas = self.replicas
         captured = capture(
-            self.step, self._signature, args, kwargs, self._batch, replicas.known_names, replicas.count, self.axis_name
+            self.step,
+            self._signature,
+            args,
+            kwargs,
+            self._batch,
+            replicas.known_names,
+            replicas.count,
+            self.axis_name,
+            replicas.user_mesh,
+            replicas.others,
         )
         if self.axis_name is not None and not uses_axis(captured.program, self.axis_name):
             raise ShardstepError(
@@ -171,10 +183,15 @@ class Rewritten:
             self._spec(max(atom.array.ndim, 1), layout, axes, 0)
             for atom, layout in zip(captured.program.outputs, decided.outputs, strict=True)
         ]
+        # along the axes that are not ours, state rests as it came
+        resting = list(map(shardings.joined, specs, captured.kept))
         self.rests = [
             Resting(path, NamedSharding(self.mesh, spec), self._held(array.shape, layout))
-            for path, spec, array, layout in zip(captured.paths, specs, inputs, decided.inputs, strict=True)
+            for path, spec, array, layout in zip(captured.paths, resting, inputs, decided.inputs, strict=True)
         ]
+        kept: list[Any] = [None] * len(outs)
+        for i, o in captured.state.items():
+            kept[o] = self.rests[i].sharding if captured.kept[i] else None
         self.padded_outputs = [
             o
             for o, (atom, layout) in enumerate(zip(captured.program.outputs, decided.outputs, strict=True))
@@ -192,6 +209,7 @@ class Rewritten:
                 check_vma=options.check,
             ),
             donate_argnums=self.donated,
+            out_shardings=tuple(kept) if any(captured.kept) else None,
         )
 
     @staticmethod
@@ -208,6 +226,12 @@ class Rewritten:
         """The shape of the array that holds a padded value; None: its own."""
         held = padded_shape(shape, layout)
         return held if held != shape else None
+
+    @property
+    def _context(self) -> contextlib.AbstractContextManager[None]:
+        """Under our own mesh where `jax.set_mesh` has another one around us, which shard_map would refuse."""
+        outside = jax.sharding.get_abstract_mesh()
+        return contextlib.nullcontext() if outside.empty else shardings.within(self.mesh.abstract_mesh)
 
     @functools.cached_property
     def plan(self) -> Plan:
@@ -228,7 +252,8 @@ class Rewritten:
         return place(leaves, self.rests, self.donated)
 
     def __call__(self, arrays: Sequence[Any]) -> Any:
-        outputs = list(self._run(*arrays, *self.constants))
+        with self._context:
+            outputs = list(self._run(*arrays, *self.constants))
         for o in self.padded_outputs:
             outputs[o] = returned(outputs[o], self.captured.program.outputs[o].array.shape)
         return self.captured.rebuild(outputs)
@@ -242,12 +267,13 @@ class Rewritten:
         constants = [
             jax.ShapeDtypeStruct(*shape_of(value), sharding=everywhere) for _, value in self.captured.program.constants
         ]
-        return self._run.lower(*shapes, *constants)
+        with self._context:
+            return self._run.lower(*shapes, *constants)
 
 
 def _replica(decided: Decided, count: int, *blocks: jax.Array) -> tuple[jax.Array, ...]:
     """What one replica does."""
-    outputs = interpreter.run(decided.schedule, blocks[:count], blocks[count:])
+    outputs = interpreter.run(decided.schedule, blocks[:count], blocks[count:], decided.kept)
     return tuple(
         x[None] if any(isinstance(p, Varying) for p in layout) and x.ndim == 0 else x
         for x, layout in zip(outputs, decided.outputs, strict=True)

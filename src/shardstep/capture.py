@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from .arguments import Argument, Call, Constant, Signature
 from .batch import Batch, check_divisible, check_not_empty, infer_batch, named_batch
@@ -15,6 +16,7 @@ from .matching import match_state
 from .peephole import simplify
 from .program import Program, flatten
 from .rules.effects import REFUSED
+from .shardings import Kept, kept
 from .tracing import trace, trace_guessing
 
 
@@ -31,6 +33,7 @@ class Captured:
     state: dict[int, int]  # input -> the output that replaces it
     batch: dict[int, int]  # input -> the dimension that holds the examples
     axis_name: str | None
+    kept: tuple[Kept, ...]  # for each input, how it lies over the axes of the mesh that are the user's
     weak: frozenset[int]  # state that a jitted step would return weakly typed, as it came (a Python number)
 
     @property
@@ -56,15 +59,17 @@ def capture(
     data_axes: tuple[str, ...],
     replicas: int,
     axis_name: str | None,
+    mesh: Mesh | None = None,
+    others: Collection[str] = (),
 ) -> Captured:
     """Trace a step from the shapes of its arguments."""
     call = signature.take_apart(args, kwargs)
     try:
-        return _capture(step, signature, call, batch, data_axes, replicas, axis_name)
+        return _capture(step, signature, call, batch, data_axes, replicas, axis_name, mesh, others)
     except jax.errors.ConcretizationTypeError:
         # numbers that steer Python control flow are static, as eqx.filter_jit has them
         call = signature.take_apart(args, kwargs, numbers_static=True)
-        return _capture(step, signature, call, batch, data_axes, replicas, axis_name)
+        return _capture(step, signature, call, batch, data_axes, replicas, axis_name, mesh, others)
 
 
 def _capture(
@@ -75,11 +80,13 @@ def _capture(
     data_axes: tuple[str, ...],
     replicas: int,
     axis_name: str | None,
+    mesh: Mesh | None,
+    others: Collection[str],
 ) -> Captured:
     arguments, paths = signature.describe(call)
     examples = named_batch(call, arguments, batch)
     if axis_name is None:
-        traced = trace(step, call)
+        traced = trace(step, call, mesh=mesh)
     elif examples is not None:
         check_divisible(call, paths, examples, replicas)
         traced = trace(step, call, axis_name, replicas, examples)
@@ -105,6 +112,7 @@ def _capture(
         state=state,
         batch=examples,
         axis_name=axis_name,
+        kept=tuple(kept(leaf, others) for leaf in call.leaves),
         weak=frozenset(i for i, o in state.items() if traced.out_shapes[o].weak_type),
     )
 

@@ -6,7 +6,7 @@ communicates), its primitive is bound on local blocks, and the results are remem
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,12 +22,21 @@ from .propagate import whole
 from .rules import Block, Local, control_flow
 from .rules.core import filled
 from .schedule import Bundle, Schedule, Step
+from .shardings import Kept, by_axes, in_parts
+
+NO_HINTS: Mapping[Atom, Kept] = {}
 
 
-def run(schedule: Schedule, arrays: Sequence[Any], constants: Sequence[Any] | None = None) -> list[Any]:
+def run(
+    schedule: Schedule,
+    arrays: Sequence[Any],
+    constants: Sequence[Any] | None = None,
+    kept: Mapping[Atom, Kept] = NO_HINTS,
+) -> list[Any]:
     """The schedule's outputs on this replica, from this replica's blocks of its inputs.
 
-    `constants` stand in for the program's own, which would otherwise be compiled into it.
+    `constants` stand in for the program's own, which would otherwise be compiled into it. `kept` says which values lie
+    in parts along axes that are not ours.
     """
     axes = schedule.axes
     env: dict[tuple[Var, Layout], Any] = {}
@@ -43,8 +52,11 @@ def run(schedule: Schedule, arrays: Sequence[Any], constants: Sequence[Any] | No
 
     def move(bundles: Sequence[Bundle]) -> None:
         for bundle in bundles:
-            moved = transfer([env[t.var, t.source] for t in bundle], bundle, axes)
-            env.update(((t.var, t.target), x) for t, x in zip(bundle, moved, strict=True))
+            for together in by_axes(bundle, [kept.get(t.var, ()) for t in bundle]):
+                hints = [kept.get(t.var, ()) for t in together]
+                arrays = [env[t.var, t.source] for t in together]
+                moved = in_parts(lambda *xs, b=together: transfer(xs, b, axes), arrays, hints)
+                env.update(((t.var, t.target), x) for t, x in zip(together, moved, strict=True))
 
     for var, layout, array in zip(schedule.program.inputs, schedule.inputs, arrays, strict=True):
         write(var, layout, array)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from itertools import repeat
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from . import initial
 from .capture import Captured
@@ -33,11 +33,12 @@ from .options import Options
 from .placement import split_layout, split_on
 from .precision import travel_in
 from .prediction import over_examples, update_time, wire_time
-from .program import Var, count_uses
+from .program import Atom, Var, count_uses
 from .propagate import Forward, schedule, whole
 from .replicas import Replicas
 from .report.text import table
 from .schedule import Collective, Fallback, Schedule
+from .shardings import Kept, alike, joined, show_kept
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,7 @@ class Decided:
     reasons: tuple[str, ...]
     weights: str
     why_weights: str
+    kept: Mapping[Atom, Kept]  # of the values that lie as some state does, along the axes that are the user's
 
     @property
     def inputs(self) -> tuple[Layout, ...]:
@@ -156,7 +158,8 @@ def decide(captured: Captured, replicas: Replicas, weights: str, options: Option
     rests = []
     for i, (var, role) in enumerate(zip(program.inputs, roles, strict=True)):
         updating = role == "frozen" and uses[var] > 1 and i not in unsharded.met_batch  # the update alone reads it
-        rests.append(_rest(var.array, "auxiliary" if updating else role, chosen, replicas, small))
+        rest = _rest(var.array, "auxiliary" if updating else role, chosen, replicas, small, captured.kept[i])
+        rests.append(rest)
     inputs = [examples.get(i, layout) for i, (layout, _) in enumerate(rests)]
     outputs: list[Layout | None] = [None] * len(program.outputs)
     for i, o in captured.state.items():
@@ -164,13 +167,14 @@ def decide(captured: Captured, replicas: Replicas, weights: str, options: Option
     reasons = tuple(reason for _, reason in rests)
     decided = travel_in(schedule(program, axes, inputs, outputs), options.reduce_dtype, options.gather_dtype)
     decided = fuse(decided, bucket_bytes(options.bucket_bytes, replicas.topology.platform))
-    return Decided(decided, tuple(roles), reasons, chosen, why)
+    return Decided(decided, tuple(roles), reasons, chosen, why, alike(program, captured.kept))
 
 
 def describe(captured: Captured, decided: Decided, replicas: Replicas) -> Plan:
     """The plan in the user's terms, beside the program that everyone runs today."""
     axes, inputs, topology = replicas.axes, captured.program.inputs, replicas.topology
     leaves = tuple(map(_leaf, captured.paths, inputs, decided.roles, decided.inputs, repeat(axes), decided.reasons))
+    leaves = tuple(map(_keeping, leaves, captured.kept, repeat(replicas.mesh)))
     state = [leaves[i] for i in captured.state]
     baseline, ours = _baseline(captured, axes), decided.schedule
     return Plan(
@@ -296,7 +300,7 @@ def _small_bytes(captured: Captured, roles: Sequence[str], replicas: Replicas, o
 _WHY_SPLIT = "only the update reads it (split: a partial sum would rest whole on every replica)"
 
 
-def _rest(array: Array, role: str, weights: str, replicas: Replicas, small: int) -> tuple[Layout, str]:
+def _rest(array: Array, role: str, weights: str, replicas: Replicas, small: int, kept: Kept = ()) -> tuple[Layout, str]:
     axes, shared = replicas.axes, replicas.shared
     everywhere = whole(axes)
     if role == "batch":
@@ -309,9 +313,11 @@ def _rest(array: Array, role: str, weights: str, replicas: Replicas, small: int)
         return everywhere, "a weight: every replica reads it whole; its update is sharded and gathered"
     if array.nbytes < small:
         return everywhere, f"small: {array.nbytes} bytes, below min_shard_bytes={small}"
-    layout = split_layout(array, axes, shared, replicas.topology.tiled)
+    free = tuple(1 if d < len(kept) and kept[d] else size for d, size in enumerate(array.shape))
+    layout = split_layout(Array(free, array.dtype), axes, shared, replicas.topology.tiled)
     if layout is None:
-        return everywhere, f"{list(array.shape)} has no dimension to split"
+        besides = f" that is free ({show_kept(kept)})" if kept else ""
+        return everywhere, f"{list(array.shape)} has no dimension{besides} to split"
     verb = "gathered where the forward pass reads it" if role == "weight" else _WHY_SPLIT
     return layout, verb
 
@@ -338,6 +344,19 @@ def _leaf(path: str, var: Var, role: str, layout: Layout, axes: tuple[Axis, ...]
     if held != array.shape:
         reason += f"; padded by {1 - array.size / math.prod(held):.2%}"
     return Leaf(path, array.shape, str(array.dtype), role, show(layout), spec, held, before, block.nbytes, reason)
+
+
+def _keeping(leaf: Leaf, kept: Kept, mesh: Mesh) -> Leaf:
+    """The same leaf on the mesh axes that are the user's too. Bytes are a replica's, which spans several devices."""
+    if not kept:
+        return leaf
+    parts = math.prod(mesh.shape[n] for names in kept for n in names)
+    return replace(
+        leaf,
+        layout=f"{leaf.layout}, {show_kept(kept)}",
+        spec=joined(leaf.spec, kept),
+        reason=f"{leaf.reason}; {show_kept(kept)} is kept as it came: {parts} devices share a replica's block",
+    )
 
 
 def _check_outputs(captured: Captured, unsharded: Schedule) -> None:

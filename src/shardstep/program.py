@@ -11,6 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
+from jax import lax
+
 from . import compat
 from .layout import Array
 
@@ -95,6 +98,13 @@ _CALLS: dict[Any, str] = {
     _P("remat"): "jaxpr",
 }
 
+# Collectives, by what they do to dimensions that vmap gave a name (`axis_name="batch"`) and left as numbers.
+_REDUCTIONS: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys(compat.primitives("psum psum_invariant"), lax.reduce_sum),
+    **dict.fromkeys(compat.primitives("pmax"), lax.reduce_max),
+    **dict.fromkeys(compat.primitives("pmin"), lax.reduce_min),
+}
+
 # Control flow keeps its bodies.
 _BODIES: dict[Any, Callable[[Mapping[str, Any]], Sequence[Any]]] = {
     _P("scan"): lambda params: (params["jaxpr"],),
@@ -159,6 +169,8 @@ class _Builder:
                 outputs = self._call(eqn, inputs, sources)
             elif eqn.primitive is _P("convert_element_type") and inputs[0].array.dtype == eqn.outvars[0].aval.dtype:
                 outputs = inputs  # only a weak type was dropped
+            elif eqn.primitive in _REDUCTIONS and not any(isinstance(a, str) for a in eqn.params["axes"]):
+                outputs = [self._reduced(eqn, x, sources) for x in inputs]
             else:
                 outputs = self._equation(eqn, inputs, sources)
             env.update(zip(eqn.outvars, outputs, strict=True))
@@ -174,11 +186,21 @@ class _Builder:
             inputs = list(outputs)
         return self.inline(callee, constants, inputs, sources)
 
+    def _reduced(self, eqn: Any, x: Atom, sources: tuple[Any, ...]) -> Atom:
+        """A collective over an axis that vmap named: it reduces dimensions of the value, or nothing."""
+        axes = tuple(eqn.params["axes"])
+        if not axes:
+            return x
+        aval = jax.ShapeDtypeStruct(x.array.shape, x.array.dtype)
+        closed, _ = compat.open_jaxpr(jax.make_jaxpr(lambda x: _REDUCTIONS[eqn.primitive](x, axes))(aval))
+        return self.inline(closed, (), [x], sources)[0]
+
     def _equation(self, eqn: Any, inputs: list[Atom], sources: tuple[Any, ...]) -> Sequence[Atom]:
         outputs = tuple(Var(_array(v)) for v in eqn.outvars)
         bodies = tuple(flatten(body) for body in _BODIES.get(eqn.primitive, lambda _: ())(eqn.params))
         effects = frozenset(eqn.effects)
-        self.equations.append(Equation(eqn.primitive, eqn.params, tuple(inputs), outputs, sources, bodies, effects))
+        params = eqn.params if eqn.primitive is _P("sharding_constraint") else _unplaced(eqn.params)
+        self.equations.append(Equation(eqn.primitive, params, tuple(inputs), outputs, sources, bodies, effects))
         return outputs
 
     def _constant(self, array: Array, value: Any) -> Var:
@@ -187,6 +209,12 @@ class _Builder:
                 return var
         self.constants.append((Var(array), value))
         return self.constants[-1][0]
+
+
+def _unplaced(params: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Without the sharding that an equation's result was to have on the user's mesh: layouts say where values lie."""
+    named = [name for name in ("sharding", "out_sharding") if params.get(name) is not None]
+    return {**params, **dict.fromkeys(named)} if named else params
 
 
 def _array(atom: Any) -> Array:

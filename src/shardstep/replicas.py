@@ -31,6 +31,7 @@ class Replicas:
     axes: tuple[Axis, ...]
     shared: tuple[bool, ...]
     given: tuple[str, ...]  # the user's own names of the data axes
+    user_mesh: Mesh
     topology: Topology  # one ring for each axis
     why_group: str
     note: str = ""
@@ -47,6 +48,11 @@ class Replicas:
     def known_names(self) -> tuple[str, ...]:
         """What an array's own sharding may call the data axes."""
         return tuple(dict.fromkeys(self.given + self.names))
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """The axes that are the user's: state keeps the sharding that it has over them."""
+        return tuple(name for name in self.mesh.axis_names if name not in self.names)
 
     @property
     def group(self) -> int:
@@ -78,6 +84,7 @@ class Replicas:
             tuple(Axis(r.names, r.ring.size, widens, tiled=first.platform == "tpu") for r in chosen.rings),
             chosen.shared,
             names,
+            mesh,
             machine_topology,
             chosen.why,
             _MOVED if found.moved else "",

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from . import shardings
 from .arguments import Argument, Call, Constant, abstract, is_array, shape_of
 from .errors import ShardstepError
 
@@ -49,6 +51,36 @@ def trace(
     axis_name: str | None = None,
     replicas: int = 1,
     batch: dict[int, int] | None = None,
+    mesh: Mesh | None = None,
+) -> Traced:
+    """Trace a step; `mesh` is the user's.
+
+    Where shardings are types (Explicit axes), the step is read as ordinary code first. One that speaks of shardings
+    itself (`reshard`, `out_sharding=`) cannot be, and is read as `jax.jit` would read it.
+    """
+    typed = shardings.explicit(mesh) if mesh is not None and axis_name is None else None
+    if typed is None:
+        return _trace(step, call, axis_name, replicas, batch)
+    try:
+        with shardings.within(shardings.auto(typed)):
+            return _trace(step, call)
+    except Exception as ordinary:
+        try:
+            with shardings.within(typed):
+                return _trace(step, call, typed=typed)
+        except Exception as error:
+            if type(error) is type(ordinary):
+                raise ordinary from None
+            raise error from ordinary
+
+
+def _trace(
+    step: Callable[..., Any],
+    call: Call,
+    axis_name: str | None = None,
+    replicas: int = 1,
+    batch: dict[int, int] | None = None,
+    typed: AbstractMesh | None = None,
 ) -> Traced:
     found: dict[str, Any] = {}
 
@@ -62,6 +94,8 @@ def trace(
         return [x for x, a in zip(out, arrays, strict=True) if a]
 
     avals = [_local(abstract(leaf), (batch or {}).get(i), replicas) for i, leaf in enumerate(call.leaves)]
+    if typed is not None:
+        avals = [_with_sharding(aval, leaf, typed) for aval, leaf in zip(avals, call.leaves, strict=True)]
     env = [(axis_name, replicas)] if axis_name is not None else None
     try:
         jaxpr, shapes = jax.make_jaxpr(flat, axis_env=env, return_shape=True)(*avals)
@@ -81,3 +115,12 @@ def _local(aval: jax.ShapeDtypeStruct, dim: int | None, replicas: int) -> jax.Sh
     shape = list(aval.shape)
     shape[dim] //= replicas
     return jax.ShapeDtypeStruct(tuple(shape), aval.dtype, weak_type=aval.weak_type)
+
+
+def _with_sharding(aval: jax.ShapeDtypeStruct, leaf: Any, mesh: AbstractMesh) -> jax.ShapeDtypeStruct:
+    """With the argument's own sharding as its type, where it lies on this mesh."""
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.axis_names != mesh.axis_names:
+        return aval
+    sharding = NamedSharding(mesh, sharding.spec)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding)

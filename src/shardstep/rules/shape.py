@@ -28,6 +28,7 @@ from jax import lax
 
 from .. import compat
 from ..layout import divides
+from ..shardings import hint
 from .core import (
     PARTIAL,
     REPLICATED,
@@ -233,12 +234,14 @@ def _barrier(local: Local, *arrays: Any) -> list[Any]:
 
 
 def dropped(site: Site, placements: tuple[Placement, ...]) -> Decision:
-    """Where the user asked an array to lie no longer holds: shardstep lays it out. The values pass through."""
+    """Where the user asked an array to lie no longer holds along the data axes: shardstep lays it out. The values pass
+    through; along other axes of the mesh the wish still stands."""
     return Decision(placements, placements, emit=_pass_through, apart=True)
 
 
 def _pass_through(local: Local, *arrays: Any) -> list[Any]:
-    return list(arrays)
+    wish = hint(local.params.get("sharding") or local.params.get("dst_sharding"))
+    return [x if wish is None else lax.with_sharding_constraint(x, wish) for x in arrays]
 
 
 def tie(site: Site, placements: tuple[Placement, ...]) -> Decision:
