@@ -31,7 +31,7 @@ from .layout import (
 from .options import Options
 from .placement import split_layout, split_on
 from .precision import travel_in
-from .program import Var, count_uses
+from .program import Var
 from .propagate import Forward, schedule, whole
 from .replicas import Replicas
 from .report.text import table
@@ -143,7 +143,7 @@ def decide(captured: Captured, replicas: Replicas, weights: str, options: Option
     _check_outputs(captured, unsharded)
     roles = _roles(captured, unsharded)
     chosen, why = choose_weights(weights, options, replicas.topology.platform)
-    uses = count_uses(program)
+    uses = program.uses
     rests = []
     for i, (var, role) in enumerate(zip(program.inputs, roles, strict=True)):
         updating = role == "frozen" and uses[var] > 1 and i not in unsharded.met_batch  # the update alone reads it

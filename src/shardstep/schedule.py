@@ -126,6 +126,12 @@ class Step:
     gathered: bool = False  # no rule could keep its operands as they were
     fill: tuple[str | None, ...] = ()  # what the padding of each operand is filled for, see `Decision`
 
+    def of(self, equation: Equation) -> Step:
+        """The same decision for another equation of its kind (`replace`, without what that costs)."""
+        twin = object.__new__(Step)
+        twin.__dict__.update(self.__dict__, equation=equation)
+        return twin
+
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
