@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
 from itertools import repeat
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -34,8 +36,10 @@ from .precision import travel_in
 from .program import Var
 from .propagate import Forward, schedule, whole
 from .replicas import Replicas
+from .report.html import fragment, page
 from .report.text import table
 from .schedule import Collective, Fallback, Schedule
+from .timeline import Line, Segment, segments, update_lines
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,9 @@ class Plan:
     state_bytes: Total
     wire_bytes: Total
     update_flops: Total
+    timeline: tuple[Segment, ...] = ()  # the sharded step in order
+    timeline_before: tuple[Segment, ...] = ()  # the replicated one
+    update: tuple[Line, ...] = ()  # the update, equation by equation
     shardings: Any = field(default=None, compare=False, repr=False)  # pytree like (args, kwargs) of NamedSharding
 
     def __getstate__(self) -> dict[str, Any]:
@@ -90,7 +97,12 @@ class Plan:
 
     def to_json(self) -> str:
         data = {name: value for name, value in self.__dict__.items() if name != "shardings"}
+        data["auxiliary_share"] = self.auxiliary_share
         return json.dumps(data, default=_plain, indent=1)
+
+    def to_html(self, path: str | os.PathLike[str], title: str = "shardstep report", notes: Sequence[str] = ()) -> None:
+        """Write the report as one self-contained HTML file."""
+        Path(path).write_text(page(self, title, notes), encoding="utf-8")
 
     def __str__(self) -> str:
         return table(self)
@@ -107,6 +119,10 @@ class Plan:
         """Over which devices the array lies that holds this leaf."""
         mesh = next(s.mesh for s in jax.tree.leaves(self.shardings) if isinstance(s, NamedSharding))
         return NamedSharding(mesh, leaf.spec)
+
+    def _repr_html_(self) -> str:
+        """How a notebook shows the plan."""
+        return fragment(self)
 
     @property
     def auxiliary_share(self) -> float:
@@ -174,6 +190,9 @@ def describe(captured: Captured, decided: Decided, mesh: Mesh) -> Plan:
         state_bytes=Total(sum(x.bytes_before for x in state), sum(x.bytes_after for x in state)),
         wire_bytes=Total(sum(c.total for c in baseline.collectives), sum(c.total for c in ours.collectives)),
         update_flops=Total(_update_work(baseline), _update_work(ours)),
+        timeline=segments(ours),
+        timeline_before=segments(baseline),
+        update=update_lines(ours, captured.paths),
         shardings=captured.call.rebuild([NamedSharding(mesh, leaf.spec) for leaf in leaves]),
     )
 
