@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 import shardstep
 from shardstep.demo import model
 from shardstep.plan import Leaf, Plan
-from shardstep.report.text import size
+from shardstep.report.summary import size
 
 CREATED, PLANNED = (7, 8, 12), (256,)
 

@@ -1,27 +1,205 @@
-"""The command line, as a user meets it: in a process of its own."""
+"""The command line, as a user meets it."""
 
+import json
 import os
 import subprocess
 import sys
+import time
+from pathlib import Path
 
+import jax
+import programs
 import pytest
 
+from shardstep import cli
+from shardstep.commands import explain as explaining
+from shardstep.commands import target
 
-def run(*args, timeout=300):
+HERE = Path(__file__).parent
+PROGRAMS = HERE / "programs.py"
+
+
+def run(*args, timeout=300, **more):
+    """In a process of its own, where devices are not settled yet."""
     environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
     return subprocess.run(
-        [sys.executable, "-m", "shardstep", *args], capture_output=True, text=True, timeout=timeout, env=environment
+        [sys.executable, "-m", "shardstep", *args],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**environment, **more},
     )
 
 
-@pytest.mark.slow
-def test_demo_trains_both_ways_and_agrees():
-    done = run("demo", "--steps", "3", "--devices", "4")
+@pytest.fixture
+def main(monkeypatch, capsys):
+    """The command in this process: its devices are the eight of all tests."""
+    monkeypatch.setattr(cli, "simulate_devices", lambda count: None)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def call(*args):
+        status = cli.main([str(a) for a in args])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return call
+
+
+# -- explain ------------------------------------------------------------------------------------------------------
+
+
+def test_explain_tells_the_whole_story_without_colours_in_a_pipe():
+    done = run("explain", f"{PROGRAMS}:mlp", "--devices", "4")
     assert done.returncode == 0, done.stderr
-    shown = " ".join(done.stdout.split())  # rich wraps lines to the terminal
-    assert "4 simulated replicas" in shown
-    assert "optimizer state a replica" in shown
-    assert "Same losses" in shown
+    assert done.stderr == "" and "\x1b" not in done.stdout
+    for said in ("4 replicas", "state", "sent on the wire", "100.0%", "split(0)", "reduce-scatter", "all-gather"):
+        assert said in done.stdout
+    assert "programs.py:17 (mlp.step.<lambda>)" in done.stdout  # the line that first reads the gradient
+
+
+def test_explain_plans_for_replicas_that_do_not_exist():
+    done = run("explain", f"{PROGRAMS}:mlp", "--replicas", "64", "--json")
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    assert plan["replicas"] == 64
+    moments = [leaf for leaf in plan["leaves"] if "mean" in leaf["path"]]
+    assert [leaf["bytes_after"] for leaf in moments] == [64 * 64 * 4 // 64] * 2
+
+
+def test_explain_creates_no_weights(main):
+    status, out, _ = main("explain", f"{PROGRAMS}:enormous")
+    assert status == 0
+    assert "16384.0 GiB -> 2048.0 GiB" in out.replace("  ", " ") or "GiB" in out
+
+
+def test_explain_takes_shapes(main):
+    status, out, _ = main("explain", f"{PROGRAMS}:shapes", "--json")
+    assert status == 0 and json.loads(out)["notes"] == []
+
+
+def test_explain_says_when_the_factory_had_to_run_for_real(main):
+    status, out, _ = main("explain", f"{PROGRAMS}:values")
+    assert status == 0 and "it was run for real" in out
+
+
+def test_all_shows_what_groups_hide(main):
+    _, grouped, _ = main("explain", f"{PROGRAMS}:mlp")
+    _, every, _ = main("explain", f"{PROGRAMS}:mlp", "--all")
+    assert "state['mean']['first']" in every and every.count("float32[64,64]") == 4
+    assert grouped.count("float32[64,64]") <= 4
+
+
+def test_explain_names_what_was_not_sharded_and_what_to_do(main):
+    status, out, _ = main("explain", f"{PROGRAMS}:fallback")
+    assert status == 0
+    assert "Not sharded" in out and "fft" in out and "programs.py" in out and "another dimension" in out
+
+
+def test_json_is_the_plan(main):
+    _, out, _ = main("explain", f"{PROGRAMS}:mlp", "--json")
+    shown = json.loads(out)
+    import shardstep
+
+    step, args = programs.mlp()
+    plan = json.loads(shardstep.shard(step).plan(*args).to_json())
+    assert {k: v for k, v in shown.items() if k not in ("program", "notes")} == plan
+    assert plan["auxiliary_share"] == 2 * 16384 / (2 * 16384 + 4)  # all but the counter
+    assert [s["what"] for s in plan["timeline"]][:2] == ["forward", "backward"]
+
+
+def test_html_is_written_and_named(main, tmp_path):
+    file = tmp_path / "report.html"
+    status, out, _ = main("explain", f"{PROGRAMS}:mlp", "--html", file)
+    assert status == 0 and str(file) in out
+    assert file.read_text().startswith("<!doctype html>")
+
+
+def test_a_module_is_named_like_a_file(main, monkeypatch):
+    monkeypatch.chdir(HERE)
+    assert main("explain", "programs:mlp")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "message"),
+    [
+        ("nowhere.py:mlp", 2, "there is no file nowhere.py"),
+        ("no_such_module:mlp", 2, "there is no module 'no_such_module'"),
+        ("programs.py", 2, "path.py:factory"),
+        (f"{PROGRAMS}:nothing", 2, "has no 'nothing'"),
+        (f"{PROGRAMS}:NOT_A_FUNCTION", 2, "is a int, not a function"),
+        (f"{PROGRAMS}:raises", 1, "RuntimeError: the data set is not here"),
+        (f"{PROGRAMS}:returns_a_number", 1, "must return (step, example_args)"),
+    ],
+)
+@pytest.mark.parametrize("command", ["explain", "check"])
+def test_what_cannot_be_looked_at_is_one_message(main, command, name, status, message):
+    got, out, err = main(command, name)
+    assert got == status and message in err and "Traceback" not in err and out == ""
+
+
+def test_ten_thousand_leaves_take_ten_seconds_beyond_tracing():
+    step, args = programs.many_leaves()
+    assert len(jax.tree.leaves(args)) == 10_001
+    start = time.process_time()
+    jax.make_jaxpr(step)(*args)
+    traced = time.process_time() - start
+    with explaining.undisturbed():
+        start = time.process_time()
+        plan, _ = explaining.plan_for(target.Target(step, args), explaining.all_devices())
+        taken = time.process_time() - start - traced
+    assert len(plan.leaves) == 10_001
+    assert taken < 10.0, f"{taken:.1f} s beyond the {traced:.1f} s of tracing"
+
+
+# -- check --------------------------------------------------------------------------------------------------------
+
+
+def test_check_agrees():
+    done = run("check", f"{PROGRAMS}:mlp", "--devices", "4", "--steps", "2")
+    assert done.returncode == 0, done.stderr
+    assert "2 steps on 4 replicas" in done.stdout and "Same numbers" in done.stdout and "\x1b" not in done.stdout
+
+
+def test_check_fails_where_the_programs_differ(main):
+    status, out, _ = main("check", f"{PROGRAMS}:forgetful")
+    assert status == 1 and "The programs differ" in out and "['loss']" in out
+
+
+def test_check_fails_on_a_tolerance_of_nothing(main):
+    assert main("check", f"{PROGRAMS}:mlp", "--tolerance", "0")[0] == 1
+
+
+def test_check_needs_values(main):
+    status, _, err = main("check", f"{PROGRAMS}:shapes")
+    assert status == 1 and "is only a shape" in err
+
+
+# -- all of them --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["explain", "check", "demo"])
+def test_help_has_examples(command, capsys):
+    with pytest.raises(SystemExit) as done:
+        cli.main([command, "--help"])
+    assert done.value.code == 0
+    assert f"shardstep {command}" in capsys.readouterr().out.partition("examples:")[2]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["demo", "--devices", "0"], "0 is not positive"),
+        (["demo", "--model", "oracle"], "invalid choice"),
+        (["explain"], "PROGRAM"),
+        (["check", "x:y", "--tolerance", "-1"], "no tolerance"),
+        (["fly"], "invalid choice"),
+    ],
+)
+def test_wrong_arguments_are_one_message(args, message, capsys):
+    with pytest.raises(SystemExit) as done:
+        cli.main(args)
+    assert done.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 def test_importing_the_library_leaves_the_devices_alone():
@@ -32,15 +210,7 @@ def test_importing_the_library_leaves_the_devices_alone():
     assert done.returncode == 0, done.stderr
 
 
-def test_wrong_arguments_are_one_message():
-    done = run("demo", "--devices", "0")
-    assert done.returncode == 2
-    assert "0 is not positive" in done.stderr and "Traceback" not in done.stderr
-
-
 def test_an_error_is_one_line_unless_a_traceback_is_asked_for(monkeypatch, capsys):
-    from shardstep import cli
-
     def fail(args):
         raise ValueError("no such thing")
 
@@ -49,3 +219,13 @@ def test_an_error_is_one_line_unless_a_traceback_is_asked_for(monkeypatch, capsy
     assert "shardstep: ValueError: no such thing" in capsys.readouterr().err
     with pytest.raises(ValueError, match="no such thing"):
         cli.main(["demo", "--traceback"])
+
+
+@pytest.mark.slow
+def test_demo_trains_both_ways_and_agrees():
+    done = run("demo", "--steps", "3", "--devices", "4")
+    assert done.returncode == 0, done.stderr
+    shown = " ".join(done.stdout.split())  # rich wraps lines to the terminal
+    assert "4 simulated replicas" in shown
+    assert "optimizer state a replica" in shown
+    assert "Same losses" in shown

@@ -56,6 +56,7 @@ def shard(
     Returns:
         A callable with the step's own signature, and `.plan`, `.place` and `.lower`.
     """
+    settings = {name: value for name, value in locals().items() if name not in ("step", "mesh", "axis")}
     if weights not in ("auto", "replicated", "sharded"):
         raise ShardstepError(f"weights={weights!r}: choose 'replicated', 'sharded' or 'auto'")
     if mesh is None:
@@ -68,7 +69,9 @@ def shard(
     )
     options = options or Options()
     replicas = Replicas.of(mesh, axis, group, options.topology)
-    return ShardedStep(step, signature, replicas, batch, axis_name, weights, options)
+    sharded = ShardedStep(step, signature, replicas, batch, axis_name, weights, options)
+    sharded.settings = settings
+    return sharded
 
 
 class ShardedStep:
@@ -92,6 +95,7 @@ class ShardedStep:
         self._signature = signature
         self._batch = batch
         self._weights = weights
+        self.settings: dict[str, Any] = {}  # what `shard` was asked for, mesh and axis apart
         self._programs: dict[Any, Rewritten] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -121,6 +125,14 @@ class ShardedStep:
         axis = self._batch.axis if isinstance(self._batch.axis, int) else self._batch.axis[0]
         sharding = NamedSharding(self.replicas.mesh, PartitionSpec(*[None] * axis, self.replicas.names))
         return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)), part)
+
+    def on(self, mesh: Mesh) -> ShardedStep:
+        """The same step with the same settings on another mesh, all axes of which carry the batch."""
+        return shard(self.step, mesh, **self.settings)
+
+    def take_apart(self, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Call:
+        """The arguments as the step's program sees them."""
+        return self._signature.take_apart(args, kwargs or {})
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """The rewritten step, lowered for arguments of these shapes."""
@@ -201,7 +213,7 @@ class Rewritten:
         self.donated = tuple(captured.state) if options.donate else ()
         self._run = jax.jit(
             jax.shard_map(
-                functools.partial(_replica, decided, len(inputs)),
+                lambda *blocks: _replica(decided, len(inputs), *blocks),  # of a partial, jit would print the schedule
                 mesh=self.mesh,
                 in_specs=(*specs, *[PartitionSpec()] * len(captured.program.constants)),
                 out_specs=tuple(outs),

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from .arguments import Argument, Call, shape_of
-from .errors import ShardstepError
+from .errors import IndivisibleBatch, ShardstepError
 
 
 @dataclass(frozen=True)
@@ -169,8 +169,9 @@ def check_divisible(call: Call, paths: Sequence[str], examples: dict[int, int], 
     for i, dim in examples.items():
         size = shape_of(call.leaves[i])[0][dim]
         if size % replicas:
-            raise ShardstepError(
+            raise IndivisibleBatch(
+                examples,
                 f"the batch does not divide: {paths[i]} has {size} examples on dimension {dim}, and {replicas} replicas"
                 f" share them. Use a multiple of {replicas} (e.g. {max(size // replicas, 1) * replicas}), or a mesh of"
-                " fewer devices."
+                " fewer devices.",
             )

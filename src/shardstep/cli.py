@@ -1,7 +1,8 @@
-"""The command line: `shardstep demo`.
+"""The command line: `shardstep explain | check | demo`.
 
-Each command is a function from parsed arguments to an exit status. JAX fixes the number of devices when it first
-touches them, so a command asks for its simulated devices before anything else; importing the library never does.
+Each command is a function from parsed arguments to an exit status: 0, or 1 where the answer is no or something failed,
+or 2 where the command line itself is wrong. JAX fixes the number of devices when it first touches them, so a command
+asks for its simulated devices before anything else; importing the library never does.
 """
 
 from __future__ import annotations
@@ -18,12 +19,64 @@ def main(argv: Sequence[str] | None = None) -> int:
         return args.run(args)
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # `shardstep explain ... | head`
+        sys.stderr.close()  # or Python complains about the pipe once more on its way out
+        return 0
     except Exception as error:
+        from .commands.target import UsageError
+
         if args.traceback:
             raise
-        print(f"shardstep: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"shardstep: {describe(error)}", file=sys.stderr)
         print("(add --traceback to see where)", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, UsageError) else 1
+
+
+def describe(error: Exception) -> str:
+    """One message: our own errors speak for themselves, others say what they are."""
+    from .errors import ShardstepError
+
+    return str(error) if isinstance(error, ShardstepError) else f"{type(error).__name__}: {error}"
+
+
+EXPLAIN = """\
+Says before training starts what shardstep will do with a step: memory and bytes on the wire before and after, every
+leaf, every collective with your source line, and what could not be sharded and why. It works from shapes alone: no
+weights are created.
+
+PROGRAM names a function without arguments that returns (step, example_args); arrays or jax.ShapeDtypeStructs.
+"""
+
+EXPLAIN_EXAMPLES = """\
+examples:
+  shardstep explain train.py:example                        8 simulated devices
+  shardstep explain train.py:example --replicas 1024        a cluster you do not have
+  shardstep explain train.py:example --html report.html     the same as a page
+  shardstep explain mypackage.train:example --json | jq .state_bytes
+"""
+
+CHECK = """\
+Runs a step plain and sharded from the same arguments and compares every output leaf. Exit status 1 if a leaf differs by
+more than the tolerance: floating-point sums may be formed in another order, nothing else may change.
+"""
+
+CHECK_EXAMPLES = """\
+examples:
+  shardstep check train.py:example
+  shardstep check train.py:example --devices 4 --steps 10 --tolerance 1e-5
+"""
+
+DEMO = """\
+Trains a small model twice on simulated devices, under jax.jit and under shardstep.shard, and compares speed, memory and
+losses. Leaves a report (HTML) and a plot of the losses (PNG, if matplotlib is installed).
+"""
+
+DEMO_EXAMPLES = """\
+examples:
+  shardstep demo
+  shardstep demo --model resnet --optimizer sgd --steps 20
+  shardstep demo --optimizer lamb --html lamb.html          any optimizer of optax, if that is installed
+"""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -31,18 +84,63 @@ def parser() -> argparse.ArgumentParser:
     common.add_argument("--traceback", action="store_true", help="show the whole traceback of an error")
 
     top = argparse.ArgumentParser(
-        prog="shardstep", description="Shard the weight update of a JAX training step across its replicas."
+        prog="shardstep",
+        description="Shard the weight update of a JAX training step across its replicas.",
+        epilog="exit status: 0 fine; 1 the programs differ, or an error; 2 a wrong command line",
     )
     top.add_argument("--version", action="version", version=f"shardstep {installed_version()}")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
-    demo = commands.add_parser(
-        "demo", parents=[common], help="train a small transformer, plain and sharded, side by side"
+    def command(name: str, run: str, help: str, description: str, examples: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(
+            name,
+            parents=[common],
+            help=help,
+            description=description,
+            epilog=examples,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        made.set_defaults(run=lambda args: globals()[run](args))
+        return made
+
+    explain = command("explain", "run_explain", "what shardstep will do, before it does", EXPLAIN, EXPLAIN_EXAMPLES)
+    explain.add_argument("program", metavar="PROGRAM", help="path.py:factory or module:factory")
+    where = explain.add_mutually_exclusive_group()
+    where.add_argument("--devices", type=positive, default=8, help="simulated CPU devices (default: %(default)s)")
+    where.add_argument("--replicas", type=positive, help="plan for so many replicas, of which none need exist")
+    explain.add_argument("--all", action="store_true", help="every leaf and every collective, not groups of them")
+    explain.add_argument("--json", action="store_true", help="the whole plan as JSON")
+    explain.add_argument("--html", metavar="FILE", help="write the report as one HTML file")
+
+    check = command("check", "run_check", "run a step plain and sharded, and compare", CHECK, CHECK_EXAMPLES)
+    check.add_argument("program", metavar="PROGRAM", help="path.py:factory or module:factory")
+    check.add_argument("--devices", type=positive, default=8, help="simulated CPU devices (default: %(default)s)")
+    check.add_argument("--steps", type=positive, default=3, help="steps to run (default: %(default)s)")
+    check.add_argument(
+        "--tolerance", type=tolerance, default=1e-3, help="largest relative difference (default: %(default)s)"
     )
+
+    demo = command("demo", "run_demo", "train a small model, plain and sharded, side by side", DEMO, DEMO_EXAMPLES)
     demo.add_argument("--steps", type=positive, default=40, help="training steps (default: %(default)s)")
     demo.add_argument("--devices", type=positive, default=8, help="simulated CPU devices (default: %(default)s)")
-    demo.set_defaults(run=run_demo)
+    demo.add_argument("--model", choices=("transformer", "resnet", "mlp"), default="transformer")
+    demo.add_argument("--optimizer", metavar="NAME", default="adamw", help="adamw, sgd, lion, or one of optax's")
+    demo.add_argument("--html", metavar="FILE", default="shardstep-demo.html", help="the report (default: %(default)s)")
     return top
+
+
+def run_explain(args: argparse.Namespace) -> int:
+    simulate_devices(args.replicas or args.devices)
+    from .commands.explain import explain
+
+    return explain(args.program, args.all, args.json, args.html)
+
+
+def run_check(args: argparse.Namespace) -> int:
+    simulate_devices(args.devices)
+    from .commands.check import check
+
+    return check(args.program, args.steps, args.tolerance)
 
 
 def run_demo(args: argparse.Namespace) -> int:
@@ -64,6 +162,13 @@ def positive(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is not positive")
+    return number
+
+
+def tolerance(text: str) -> float:
+    number = float(text)
+    if not number >= 0:
+        raise argparse.ArgumentTypeError(f"{number} is no tolerance")
     return number
 
 

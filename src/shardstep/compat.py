@@ -89,6 +89,11 @@ def source_line(sources: Sequence[Any]) -> str:
     return known[0] if known else "unknown"
 
 
+def is_backward(sources: Sequence[Any]) -> bool:
+    """Is it part of a backward pass? JAX's name stack says `transpose(jvp(...))` there."""
+    return any("transpose(" in str(s.name_stack) for s in sources)
+
+
 def at_source(sources: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
     """Trace under the user's source line, so that profiles of the rewritten step point at the user's code."""
     traceback = next((s.traceback for s in sources if s.traceback is not None), None)

@@ -7,7 +7,7 @@ from typing import Any
 
 from .layout import REPLICATED, Layout, Partial, Placement, Replicated, Split, is_batch
 from .offers import carried, condensed, trial_for
-from .program import Atom, Equation, Literal, count_uses
+from .program import Atom, Equation, Literal
 from .rules import Site, control_flow
 from .schedule import NOTHING, Demand, Schedule, Step
 
@@ -50,7 +50,7 @@ class Backward:
         self.memo = memo
         self.demands: dict[Atom, tuple[Demand, ...]] = {}
         self.nothing = (NOTHING,) * len(first.axes)
-        self.uses = count_uses(first.program)
+        self.uses = first.program.uses
         self.producers = {v: e for e in first.program.equations for v in e.outputs}
         self.reschedule = reschedule
         self.homes: dict[Atom, Layout] = dict(zip(first.program.inputs, first.inputs, strict=True))
@@ -76,14 +76,10 @@ class Backward:
         if equation.bodies:
             control_flow.demand(self, step)
             return
-        arrays = tuple(a.array for a in equation.inputs)
-        results = tuple(v.array for v in equation.outputs)
-        for k, axis in enumerate(self.axes):
-            # Shapes along the other axes do not matter for what is asked here: a trial on whole shapes will do.
-            site = Site(equation.primitive, equation.params, arrays, results, axis.size)
-            self.visit_axis(step, k, site)
+        for k in range(len(self.axes)):
+            self.visit_axis(step, k)
 
-    def visit_axis(self, step: Step, k: int, site: Site) -> None:
+    def visit_axis(self, step: Step, k: int) -> None:
         equation = step.equation
         homes = [self.homes[a][k] if a in self.homes else REPLICATED for a in equation.inputs]
         meets_batch = any(map(is_batch, homes))
@@ -100,20 +96,23 @@ class Backward:
         for r, demand in enumerate(asked):
             terms = demand.terms * max(summed, 1)
             for split in demand.splits[:2]:
-                if trial := self.asked_before(equation, k, trial_for, site, r, split):
+                if trial := self.asked_before(equation, k, trial_for, r, split):
                     for atom, placement in zip(equation.inputs, trial.operands, strict=True):
                         if isinstance(placement, Split):
                             self.ask(atom, k, Demand((placement,), terms=terms))
             full = demand.full and not isinstance(step.results[r][k], Split)  # a split result is gathered as it is
             if full or demand.any:
-                for i in self.asked_before(equation, k, carried, site, r):
+                for i in self.asked_before(equation, k, carried, r):
                     self.ask(equation.inputs[i], k, Demand(full=full, any=demand.any, terms=terms))
-        for i in self.asked_before(equation, k, condensed, site):
+        for i in self.asked_before(equation, k, condensed):
             self.ask(equation.inputs[i], k, Demand(any=True))
 
-    def asked_before(self, equation: Equation, k: int, question: Callable[..., Any], site: Site, *about: Any) -> Any:
+    def asked_before(self, equation: Equation, k: int, question: Callable[..., Any], *about: Any) -> Any:
         """Ask the rules, once for each kind of equation."""
         key = (equation.kind, k, question, *about, *(is_batch(p) for p in about if isinstance(p, Split)))
         if key not in self.memo:
+            arrays, results = (tuple(a.array for a in atoms) for atoms in (equation.inputs, equation.outputs))
+            # Shapes along the other axes do not matter for what is asked here: a trial on whole shapes will do.
+            site = Site(equation.primitive, equation.params, arrays, results, self.axes[k].size)
             self.memo[key] = question(site, *about)
         return self.memo[key]

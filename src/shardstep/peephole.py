@@ -13,13 +13,13 @@ from dataclasses import replace
 from typing import Any
 
 from . import compat
-from .program import Atom, Equation, Program, count_uses
+from .program import Atom, Equation, Program
 
 _DOT, _TRANSPOSE = compat.primitive("dot_general"), compat.primitive("transpose")
 
 
 def simplify(program: Program) -> Program:
-    uses = count_uses(program)
+    uses = program.uses
     dots: dict[Atom, Equation] = {}
     folded: dict[Equation, Equation] = {}  # transpose -> the product that replaces it
     for equation in program.equations:

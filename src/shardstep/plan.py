@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from itertools import repeat
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -33,12 +35,14 @@ from .options import Options
 from .placement import split_layout, split_on
 from .precision import travel_in
 from .prediction import over_examples, update_time, wire_time
-from .program import Atom, Var, count_uses
+from .program import Atom, Var
 from .propagate import Forward, schedule, whole
 from .replicas import Replicas
+from .report.html import fragment, page
 from .report.text import table
 from .schedule import Collective, Fallback, Schedule
 from .shardings import Kept, alike, joined, show_kept
+from .timeline import Line, Segment, segments, update_lines
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,10 @@ class Plan:
     update_flops: Total
     wire_seconds: Total  # predicted by the cost model, see `links.py`
     update_seconds: Total
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    timeline: tuple[Segment, ...] = ()  # the sharded step in order
+    timeline_before: tuple[Segment, ...] = ()  # the replicated one
+    update: tuple[Line, ...] = ()  # the update, equation by equation
     shardings: Any = field(default=None, compare=False, repr=False)  # pytree like (args, kwargs) of NamedSharding
 
     def __getstate__(self) -> dict[str, Any]:
@@ -99,7 +106,12 @@ class Plan:
 
     def to_json(self) -> str:
         data = {name: value for name, value in self.__dict__.items() if name != "shardings"}
+        data["auxiliary_share"] = self.auxiliary_share
         return json.dumps(data, default=_plain, indent=1)
+
+    def to_html(self, path: str | os.PathLike[str], title: str = "shardstep report", notes: Sequence[str] = ()) -> None:
+        """Write the report as one self-contained HTML file."""
+        Path(path).write_text(page(self, title, notes), encoding="utf-8")
 
     def __str__(self) -> str:
         return table(self)
@@ -116,6 +128,10 @@ class Plan:
         """Over which devices the array lies that holds this leaf."""
         mesh = next(s.mesh for s in jax.tree.leaves(self.shardings) if isinstance(s, NamedSharding))
         return NamedSharding(mesh, leaf.spec)
+
+    def _repr_html_(self) -> str:
+        """How a notebook shows the plan."""
+        return fragment(self)
 
     @property
     def auxiliary_share(self) -> float:
@@ -154,7 +170,7 @@ def decide(captured: Captured, replicas: Replicas, weights: str, options: Option
     roles = _roles(captured, unsharded)
     chosen, why = choose_weights(weights, options, replicas.topology.platform)
     small = _small_bytes(captured, roles, replicas, options)
-    uses = count_uses(program)
+    uses = program.uses
     rests = []
     for i, (var, role) in enumerate(zip(program.inputs, roles, strict=True)):
         updating = role == "frozen" and uses[var] > 1 and i not in unsharded.met_batch  # the update alone reads it
@@ -195,6 +211,9 @@ def describe(captured: Captured, decided: Decided, replicas: Replicas) -> Plan:
         ),
         update_seconds=Total(update_time(baseline, topology), update_time(ours, topology)),
         notes=(replicas.note,) if replicas.note else (),
+        timeline=segments(ours),
+        timeline_before=segments(baseline),
+        update=update_lines(ours, captured.paths),
         shardings=captured.call.rebuild([NamedSharding(replicas.mesh, leaf.spec) for leaf in leaves]),
     )
 

@@ -58,9 +58,15 @@ class Equation:
         """Equal for equations that differ only in which values they read and write."""
         arrays = tuple(a.array for a in self.inputs), tuple(v.array for v in self.outputs)
         try:
-            return _KINDS.setdefault((self.primitive, tuple(sorted(self.params.items())), arrays), len(_KINDS))
+            key = (self.primitive, tuple(sorted(self.params.items())), arrays, self.pattern)
+            return _KINDS.setdefault(key, len(_KINDS))
         except TypeError:  # parameters that cannot be compared
             return object()
+
+    @functools.cached_property
+    def pattern(self) -> tuple[int, ...]:
+        """Which operands are one value (`x * x` reads x once): the first place of each, -1 for a literal."""
+        return tuple(-1 if isinstance(a, Literal) else self.inputs.index(a) for a in self.inputs)
 
     @property
     def line(self) -> str:
@@ -81,6 +87,18 @@ class Program:
             yield equation
             for body in equation.bodies:
                 yield from body.walk()
+
+    @functools.cached_property
+    def uses(self) -> Mapping[Atom, int]:
+        """How often each value is read."""
+        uses: dict[Atom, int] = dict.fromkeys(self.inputs, 0)
+        for equation in self.equations:
+            for atom in equation.inputs:
+                uses[atom] = uses.get(atom, 0) + 1
+            uses.update(dict.fromkeys(equation.outputs, 0))
+        for atom in self.outputs:
+            uses[atom] = uses.get(atom, 0) + 1
+        return uses
 
 
 _P = compat.primitive
@@ -132,18 +150,6 @@ def prune(program: Program) -> Program:
             read.update(a for a in equation.inputs if isinstance(a, Var))
     constants = tuple((v, value) for v, value in program.constants if v in read)
     return Program(program.inputs, program.outputs, tuple(reversed(kept)), constants)
-
-
-def count_uses(program: Program) -> dict[Atom, int]:
-    """How often each value is read."""
-    uses: dict[Atom, int] = dict.fromkeys(program.inputs, 0)
-    for equation in program.equations:
-        for atom in equation.inputs:
-            uses[atom] = uses.get(atom, 0) + 1
-        uses.update(dict.fromkeys(equation.outputs, 0))
-    for atom in program.outputs:
-        uses[atom] = uses.get(atom, 0) + 1
-    return uses
 
 
 @dataclass

@@ -23,7 +23,7 @@ from .collectives import cost, layout_cost
 from .demands import demands_of
 from .layout import REPLICATED, Array, Axis, Layout, Partial, Placement, Replicated, Split, Varying, fits, is_batch, put
 from .offers import combinations, localise, offers, work
-from .program import Atom, Equation, Literal, Program, Var, count_uses
+from .program import Atom, Equation, Literal, Program, Var
 from .rules import Decision, Site, control_flow, microbatches, replicate, rule_for
 from .rules.core import speaks_of_replicas
 from .schedule import NOTHING, Bundle, Demand, Fallback, Schedule, Step, Transfer
@@ -65,16 +65,20 @@ class Forms:
     have in memory. The two differ where a free slice is not made before somebody reads it.
     """
 
+    __slots__ = ("held", "present")
+
     def __init__(self, layout: Layout, *others: Layout, present: Layout | None = None):
-        self.held: list[Layout] = list(dict.fromkeys((layout, *others)))
+        self.held: list[Layout] = [layout, *(f for f in others if f != layout)]
         self.present: list[Layout] = [layout if present is None else present]
 
     @property
     def home(self) -> Layout:
         """The layout that readers see first. Once reduced, a value is never seen partial again."""
-        return next((f for f in self.held if not any(isinstance(p, Partial) for p in f)), self.held[0])
+        return self.living()[0]
 
     def living(self) -> list[Layout]:
+        if len(self.held) == 1:
+            return self.held
         reduced = [f for f in self.held if not any(isinstance(p, Partial) for p in f)]
         return reduced or list(self.held)
 
@@ -82,6 +86,8 @@ class Forms:
         """The layout in memory from which `target` is cheapest."""
         if target in self.present:
             return target
+        if len(self.present) == 1:
+            return self.present[0]
         return min(self.present, key=lambda f: layout_cost(f, target, array, axes))
 
     def add(self, layout: Layout) -> None:
@@ -94,7 +100,7 @@ class Forward:
     """One forward walk."""
 
     def __init__(
-        self, program: Program, axes: tuple[Axis, ...], demands: Demands, memo: dict[Any, Decision], draws: bool = True
+        self, program: Program, axes: tuple[Axis, ...], demands: Demands, memo: dict[Any, Any], draws: bool = True
     ):
         self.program = program
         self.memo = memo  # decisions taken before, by kind of equation
@@ -103,7 +109,7 @@ class Forward:
         self.axes = axes
         self.demands = demands
         self.forms: dict[Var, Forms] = {}
-        self.uses = count_uses(program)
+        self.uses = program.uses
         self.transfers: list[list[Bundle]] = [[]]  # those in front of the step that is being decided come last
         self.fallbacks: list[Fallback] = []
         self.origins: dict[Var, int] = {}  # bit i: computed from input i alone, examples apart
@@ -127,7 +133,8 @@ class Forward:
         for equation in self.program.equations:
             step = self.decide(equation)
             self.transfers.append([])
-            self.note_origins(equation, step)
+            if raw:  # asked of bodies and of the unsharded walk only, which leave their outputs as they come
+                self.note_origins(equation, step)
             for var, layout in zip(equation.outputs, step.results, strict=True):
                 self.forms[var] = Forms(layout)
             if step.gathered:
@@ -167,10 +174,39 @@ class Forward:
     def decide(self, equation: Equation) -> Step:
         step = control_flow.decide(self, equation) if equation.bodies else self.decide_simple(equation)
         for atom, layout in zip(equation.inputs, step.operands, strict=True):
-            self.hold(atom, layout)
+            if isinstance(atom, Var) and layout not in self.forms[atom].present:
+                self.hold(atom, layout)
         return step
 
     def decide_simple(self, equation: Equation) -> Step:
+        """Steps repeat themselves: every leaf goes through the same optimizer, every layer through the same block."""
+        situation = self.situation(equation)
+        known = self.memo.get(situation)
+        if known is None:
+            known = self.decide_by_axis(equation)
+            if not known.gathered:  # each fallback is noted with its own source line
+                self.memo[situation] = known
+        return known.of(equation)
+
+    def situation(self, equation: Equation) -> Any:
+        """Equal for equations that are decided alike: all that `choose` looks at."""
+        drawn = is_draw(equation) and tuple(self.examples_of(v) for v in equation.outputs)
+        operands, results = [self.view(a) for a in equation.inputs], [self.asked(v) for v in equation.outputs]
+        return equation.kind, tuple(operands), tuple(results), drawn
+
+    def view(self, atom: Atom) -> Any:
+        """A value as `choose` sees it."""
+        if isinstance(atom, Literal):
+            return None
+        held = self.forms[atom].living()
+        return tuple(held), tuple([is_batch(p) for f in held for p in f]), self.asked(atom), self.uses[atom] > 1
+
+    def asked(self, atom: Atom) -> Any:
+        """What is wanted of a value, with what equality leaves out: whether a split carries the examples."""
+        demands = self.demands.get(atom)
+        return demands and (demands, tuple([s.batch for d in demands for s in d.splits]))
+
+    def decide_by_axis(self, equation: Equation) -> Step:
         """Ask the rule axis by axis; what one axis decides is the local equation that the next axis sees."""
         arrays = tuple(a.array for a in equation.inputs)
         results = tuple(v.array for v in equation.outputs)
@@ -201,12 +237,7 @@ class Forward:
             return replicate(site)
         demands = [self.demand(v, k) for v in equation.outputs]
         axis = self.axes[k]
-        # steps repeat themselves: every leaf goes through the same optimizer, every layer through the same block
         same = tuple(equation.inputs.index(a) for a in equation.inputs)  # x * x converts x once
-        wants = _marked([[w] for w in site.wants if w])
-        key = (equation.kind, k, same, _marked(options), _marked(held), tuple(demands), site.wants, wants)
-        if not k and (known := self.memo.get(key)):
-            return known
 
         def score(decision: Decision) -> tuple[float, float]:
             targets = dict.fromkeys(zip(same, decision.operands, strict=True))
@@ -224,8 +255,6 @@ class Forward:
         if best is None:
             best = replicate(site)
             self.note_fallback(equation, site, held, best, axis)
-        elif not k:  # the sites of further axes depend on what the axes before decided
-            self.memo[key] = best
         return best
 
     def note_fallback(
@@ -278,10 +307,12 @@ class Forward:
             return None  # a constant becomes whatever is wanted of it, at no cost: block, term or whole
         if demand.splits and not demand.full:
             return demand.splits[0]
-        examples = self.examples.get(var.array.shape[0]) if var.array.ndim and self.draws else None
-        if examples and is_draw(equation) and isinstance(split := examples[k], Split):
-            return split.on(0)
-        return None
+        examples = self.examples_of(var) if is_draw(equation) else None
+        return split.on(0) if examples and isinstance(split := examples[k], Split) else None
+
+    def examples_of(self, var: Var) -> Layout | None:
+        """How the batch lies that has as many examples as this value has rows."""
+        return self.examples.get(var.array.shape[0]) if var.array.ndim and self.draws else None
 
     def split_again(self, equation: Equation) -> None:
         """Examples that an equation needed whole are split again behind it (a free slice): its readers share them."""
@@ -333,11 +364,6 @@ class Forward:
             for v in variables:
                 origins |= self.origins.get(v, 0)
             self.origins.update(dict.fromkeys(equation.outputs, origins))
-
-
-def _marked(placements: Sequence[Sequence[Placement]]) -> tuple[tuple[tuple[Placement, bool], ...], ...]:
-    """Placements with what their equality leaves out: whether they carry the examples."""
-    return tuple(tuple((p, is_batch(p)) for p in choices) for choices in placements)
 
 
 def _fills(decided: Sequence[tuple[str | None, ...]]) -> tuple[str | None, ...]:

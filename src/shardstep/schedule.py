@@ -126,6 +126,12 @@ class Step:
     gathered: bool = False  # no rule could keep its operands as they were
     fill: tuple[str | None, ...] = ()  # what the padding of each operand is filled for, see `Decision`
 
+    def of(self, equation: Equation) -> Step:
+        """The same decision for another equation of its kind (`replace`, without what that costs)."""
+        twin = object.__new__(Step)
+        twin.__dict__.update(self.__dict__, equation=equation)
+        return twin
+
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
@@ -142,17 +148,23 @@ class Schedule:
     met_batch: frozenset[int] = frozenset()  # inputs that were read together with the examples
 
     @functools.cached_property
-    def collectives(self) -> tuple[Collective, ...]:
-        """Everything that is communicated, what bodies communicate included."""
-        found: list[Collective] = []
+    def sent(self) -> tuple[tuple[Collective, ...], ...]:
+        """What is communicated in front of each step, and last in front of the outputs."""
         readers = [*(step.equation for step in self.steps), None]
-        for reader, bundles in zip(readers, self.transfers, strict=True):
-            for bundle in bundles:
-                found += _communicated(bundle, reader, self.axes)
-        for step in self.steps:
+        return tuple(
+            tuple(c for bundle in bundles for c in _communicated(bundle, reader, self.axes)) if bundles else ()
+            for reader, bundles in zip(readers, self.transfers, strict=True)
+        )
+
+    @functools.cached_property
+    def collectives(self) -> tuple[Collective, ...]:
+        """Everything that is communicated, in program order, what bodies communicate included."""
+        found = list(self.sent[0])
+        for step, sent in zip(self.steps, self.sent[1:], strict=True):
             loop = f"{step.equation.primitive} at {step.equation.line}" if step.bodies else ""
             for body, times in zip(step.bodies, step.times, strict=True):
                 found += [replace(c, loop=c.loop or loop, times=c.times * times) for c in body.collectives]
+            found += sent
         return tuple(found)
 
 

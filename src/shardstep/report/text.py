@@ -6,16 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from .summary import array, size
+
 if TYPE_CHECKING:
     from ..plan import Plan, Total
-
-
-def size(nbytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(nbytes) < 1024 or unit == "GiB":
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    raise AssertionError
 
 
 def duration(seconds: float) -> str:
@@ -45,7 +39,7 @@ def table(plan: Plan) -> str:
     ]
     rows = [("leaf", "shape", "role", "layout", "bytes", "why")]
     for leaf in plan.leaves:
-        shape = f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+        shape = array(leaf.dtype, leaf.shape)
         change = f"{size(leaf.bytes_before)} -> {size(leaf.bytes_after)}"
         rows.append((leaf.path, shape, leaf.role, leaf.layout, change, leaf.reason))
     lines += _table(rows)

@@ -1,0 +1,1 @@
+"""The commands of `shardstep`, one file each; `cli.py` reads their arguments."""
