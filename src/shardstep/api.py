@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from . import interpreter, shardings
+from . import interpreter, processes, shardings
 from .arguments import Call, Signature, as_tuple, shape_of
 from .batch import Batch
 from .capture import Captured, capture, refuse, uses_axis
@@ -19,7 +19,6 @@ from .errors import ShardstepError
 from .layout import Axis, Layout, Varying, padded_shape, partition_spec
 from .options import Options
 from .plan import Decided, Plan, decide, describe
-from .processes import check_agreement, lay_out
 from .replicas import Replicas
 from .state import Resting, place, returned
 
@@ -97,10 +96,27 @@ class ShardedStep:
         self._weights = weights
         self.settings: dict[str, Any] = {}  # what `shard` was asked for, mesh and axis apart
         self._programs: dict[Any, Rewritten] = {}
+        self._feeds_parts = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         program, call = self.program(args, kwargs)
+        if program.spans_processes and (mine := program.local_batch(call.leaves)):
+            program, call = self._joined(program, call, mine)
         return program(program.place(call.leaves))
+
+    def _joined(self, program: Rewritten, call: Call, mine: dict[int, int]) -> tuple[Rewritten, Call]:
+        """A batch that each process holds by itself is the whole batch if all hold the same, else a part each.
+
+        Once processes were seen to feed parts they are not compared any more; the whole batch is compared every time.
+        """
+        leaves, paths = list(call.leaves), program.captured.paths
+        local = {paths[i]: leaves[i] for i in mine}
+        self._feeds_parts = self._feeds_parts or not processes.hold_the_same(local)
+        if not self._feeds_parts:
+            return program, call
+        for i, dim in mine.items():
+            leaves[i] = processes.join(leaves[i], paths[i], dim, self.replicas.mesh, self.replicas.names)
+        return self.program(*call.rebuild(leaves))
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """What would be done for these arguments (arrays or `jax.ShapeDtypeStruct`s); nothing is run."""
@@ -123,8 +139,10 @@ class ShardedStep:
         Alone, a process gives all of it.
         """
         axis = self._batch.axis if isinstance(self._batch.axis, int) else self._batch.axis[0]
-        sharding = NamedSharding(self.replicas.mesh, PartitionSpec(*[None] * axis, self.replicas.names))
-        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)), part)
+        mesh, names = self.replicas.mesh, self.replicas.names
+        return jax.tree_util.tree_map_with_path(
+            lambda path, x: processes.join(x, f"batch{jax.tree_util.keystr(path)}", axis, mesh, names), part
+        )
 
     def on(self, mesh: Mesh) -> ShardedStep:
         """The same step with the same settings on another mesh, all axes of which carry the batch."""
@@ -210,6 +228,7 @@ class Rewritten:
             if self._held(atom.array.shape, layout)
         ]
         self._agreed = False
+        self.spans_processes = not NamedSharding(self.mesh, PartitionSpec()).is_fully_addressable
         self.donated = tuple(captured.state) if options.donate else ()
         self._run = jax.jit(
             jax.shard_map(
@@ -254,12 +273,17 @@ class Rewritten:
         """Placed when first run: a step may also be lowered for devices that are not there."""
         everywhere = NamedSharding(self.mesh, PartitionSpec())
         values = [value for _, value in self.captured.program.constants]
-        return lay_out(values, [everywhere] * len(values))
+        return processes.lay_out(values, [everywhere] * len(values))
+
+    def local_batch(self, leaves: Sequence[Any]) -> dict[int, int]:
+        """The leaves of the batch that this process holds by itself, with the dimension of their examples."""
+        concrete = (i for i in self.captured.batch if not isinstance(leaves[i], jax.core.Tracer))
+        return {i: self.captured.batch[i] for i in concrete if processes.is_local(leaves[i])}
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
         """The arrays that hold the arguments, as the compiled step takes them."""
         if not self._agreed:  # once: a mistake shows on the first call, and later calls should not pay
-            check_agreement(leaves, [rest.sharding for rest in self.rests], self.captured.paths)
+            processes.check_agreement(leaves, [rest.sharding for rest in self.rests], self.captured.paths)
             self._agreed = True
         return place(leaves, self.rests, self.donated)
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .arguments import shape_of
 from .errors import ShardstepError
@@ -61,6 +61,19 @@ def _is_key(x: Any) -> bool:
     return jnp.issubdtype(shape_of(x)[1], jax.dtypes.prng_key)
 
 
+def join(part: Any, path: str, dim: int, mesh: Mesh, names: tuple[str, ...]) -> jax.Array:
+    """One array of the parts that the processes hold, one after the other along `dim` in the order of the mesh."""
+    sharding = NamedSharding(mesh, PartitionSpec(*[None] * dim, names))
+    devices = len(sharding.addressable_devices)
+    host = np.asarray(part)
+    if host.ndim <= dim or host.shape[dim] % devices:
+        raise ShardstepError(
+            f"this process's part of {path} has the shape {list(host.shape)}: its {devices} devices do not divide the"
+            f" examples on dimension {dim}. Give each process a multiple of {devices} examples."
+        )
+    return jax.make_array_from_process_local_data(sharding, host)
+
+
 # -- agreement ----------------------------------------------------------------------------------------------------
 
 
@@ -75,6 +88,20 @@ def check_agreement(leaves: Sequence[Any], shardings: Sequence[NamedSharding], p
             " value. Where each process holds its own part of the batch, join the parts with step.global_batch(part)"
             " or jax.make_array_from_process_local_data."
         )
+
+
+def hold_the_same(values: dict[str, Any]) -> bool:
+    """Is each of these values the same on every process? Their shapes must be."""
+    if not all(_alike(_digest(*(f"{name}{shape_of(x)}".encode() for name, x in values.items())))):
+        raise ShardstepError(
+            f"the processes hold parts of the batch with different shapes (here: {_shapes(values)}): give each the same"
+            " number of examples, or all of them the whole batch."
+        )
+    return all(_alike(b"".join(map(_fingerprint, values.values()))))
+
+
+def _shapes(values: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {list(shape_of(x)[0])}" for name, x in values.items())
 
 
 def _is_abstract(x: Any) -> bool:

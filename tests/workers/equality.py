@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from noisy import noisy_state, noisy_step
-from steps import EXAMPLES, batch
+from steps import batch
 
 import shardstep
 
@@ -64,6 +64,8 @@ def train(step, mesh):
         lambda tree: tree,  # the whole batch, on a device of every process
         joined_by_jax,
         lambda tree: step.global_batch(own(tree)),
+        own,  # every host its own part
+        own,
     ]
     state, losses = noisy_state(), []  # on one device of every process
     for i, form in enumerate(forms):
@@ -73,12 +75,16 @@ def train(step, mesh):
 
 
 def refused(mesh):
-    """What is said when each process gives a batch of its own as if it were the whole."""
-    try:
-        shardstep.shard(noisy_step, mesh)(noisy_state(), own(batch(0, EXAMPLES * jax.process_count())))
-    except shardstep.ShardstepError as error:
-        return str(error)
-    return ""
+    """What is said when each process gives a state of its own, or parts of different sizes."""
+    mine = {**noisy_state(), "steps": jax.process_index()}
+    unequal = batch(0, 8 * (1 + jax.process_index()))
+    said = []
+    for state, examples in [(mine, batch(0)), (noisy_state(), unequal)]:
+        try:
+            shardstep.shard(noisy_step, mesh)(state, examples)
+        except shardstep.ShardstepError as error:
+            said.append(str(error))
+    return said
 
 
 if __name__ == "__main__":
