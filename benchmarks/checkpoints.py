@@ -1,0 +1,99 @@
+"""What a checkpoint costs beside plain Orbax: the same state, saved and restored both ways in turns, medians.
+
+    python benchmarks/checkpoints.py [--megabytes 600] [--rounds 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+
+import shardstep
+
+OPTIMIZER = optax.adam(1e-3)
+
+
+def train_step(state, x):
+    params, moments = state
+    gradients = jax.grad(lambda p: sum(jnp.mean((x @ w) ** 2) for w in p))(params)
+    changes, moments = OPTIMIZER.update(gradients, moments, params)
+    return optax.apply_updates(params, changes), moments
+
+
+def create(megabytes):
+    """Four weights and two moments of each."""
+    width = int((megabytes * 2**20 / 4 / 12) ** 0.5) // 840 * 840  # 1 to 8 replicas divide it
+    params = [jax.random.normal(key, (width, width)) for key in jax.random.split(jax.random.key(0), 4)]
+    return (params, OPTIMIZER.init(params)), jnp.ones((24, width))
+
+
+def mesh_of(n):
+    return jax.sharding.Mesh(np.asarray(jax.devices()[:n]), ("data",))
+
+
+def timed(action):
+    start = time.perf_counter()
+    result = jax.block_until_ready(action())
+    return time.perf_counter() - start, result
+
+
+def round_of(state, plans, directory):
+    seconds = {}
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    with ocp.StandardCheckpointer() as plain:
+        seconds["save, plain Orbax"], _ = timed(
+            lambda: (plain.save(directory / "plain", state), plain.wait_until_finished())[0]
+        )
+        seconds["restore, plain Orbax"], _ = timed(lambda: plain.restore(directory / "plain", abstract))
+    seconds["save"], _ = timed(lambda: shardstep.save(directory / "ours", state) and None)
+    seconds["restore"], _ = timed(lambda: shardstep.restore(directory / "ours", plans[8]))
+    seconds["restore on 6 replicas"], _ = timed(lambda: shardstep.restore(directory / "ours", plans[6]))
+    seconds["save, until training goes on"], _ = timed(
+        lambda: shardstep.save(directory / "background", state, wait=False) and None
+    )
+    shardstep.finish()
+    return seconds
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--megabytes", type=int, default=600)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    state, x = create(options.megabytes)
+    steps = {n: shardstep.shard(train_step, mesh_of(n)) for n in (8, 6)}
+    plans = {n: step.plan(state, x) for n, step in steps.items()}
+    state, _ = steps[8].place(state, x)
+    nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    rounds = []
+    for _ in range(options.rounds):
+        directory = Path(tempfile.mkdtemp(prefix="shardstep-bench-"))
+        try:
+            rounds.append(round_of(state, plans, directory))
+        finally:
+            shutil.rmtree(directory)
+    medians = {what: statistics.median(r[what] for r in rounds) for what in rounds[0]}
+    print(f"{nbytes / 2**20:.0f} MiB, 8 simulated devices, JAX {jax.__version__}, medians of {options.rounds}")
+    for what, seconds in medians.items():
+        print(f"  {what:30s} {seconds:6.2f} s")
+    if options.json:
+        options.json.write_text(json.dumps({"bytes": nbytes, "jax": jax.__version__, "rounds": rounds}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
