@@ -208,12 +208,16 @@ def test_the_plan_tells_of_the_model_axis():
 def test_nothing_is_gathered_over_the_model_axis_for_the_update():
     """Of each weight, a device scatters and gathers the part that it has: half of it on a model axis of two."""
     mesh = mesh_4x2(AxisType.Auto)
-    sharded = shardstep.shard(step_with(), mesh, axis="data", options=SMALL)
-    text = sharded.lower(tensor_parallel(mesh), batch()).compile().as_text()
-    scattered = re.findall(r"= f32\[([\d,]+)\]\S* reduce-scatter\(", text)
-    assert sorted(scattered) == ["16,64", "64,16"]  # (64 / 4, 128 / 2) and (128 / 2, 64 / 4)
-    gathered = re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", text)
-    assert sorted(gathered) == ["64,64", "64,64"]  # (64, 128 / 2) and (128 / 2, 64)
+
+    def shapes_of(kind, bucket_bytes):
+        options = shardstep.Options(min_shard_bytes=1024, bucket_bytes=bucket_bytes)
+        sharded = shardstep.shard(step_with(), mesh, axis="data", options=options)
+        text = sharded.lower(tensor_parallel(mesh), batch()).compile().as_text()
+        return sorted(re.findall(rf"= f32\[([\d,]+)\]\S* {kind}\(", text))
+
+    assert shapes_of("reduce-scatter", 0) == ["16,64", "64,16"]  # (64 / 4, 128 / 2) and (128 / 2, 64 / 4)
+    assert shapes_of("all-gather", 0) == ["64,64", "64,64"]  # (64, 128 / 2) and (128 / 2, 64)
+    assert shapes_of("reduce-scatter", 2**20) == ["1,2048"]  # the same two, packed into one
 
 
 def test_other_annotations_are_another_program():
