@@ -54,7 +54,7 @@ def test_explain_tells_the_whole_story_without_colours_in_a_pipe():
     assert done.stderr == "" and "\x1b" not in done.stdout
     for said in ("4 replicas", "state", "sent on the wire", "100.0%", "split(0)", "reduce-scatter", "all-gather"):
         assert said in done.stdout
-    assert "programs.py:17 (mlp.step.<lambda>)" in done.stdout  # the line that first reads the gradient
+    assert "programs.py:16 (mlp.step.<lambda>)" in done.stdout  # the line that first reads the gradient
 
 
 def test_explain_plans_for_replicas_that_do_not_exist():

@@ -42,7 +42,7 @@ from .report.html import fragment, page
 from .report.text import table
 from .schedule import Collective, Fallback, Schedule
 from .shardings import Kept, alike, joined, show_kept
-from .timeline import Line, Segment, segments, update_lines
+from .timeline import Line, Segment, moments, segments, update_lines
 
 
 @dataclass(frozen=True)
@@ -193,6 +193,7 @@ def describe(captured: Captured, decided: Decided, replicas: Replicas) -> Plan:
     leaves = tuple(map(_keeping, leaves, captured.kept, repeat(replicas.mesh)))
     state = [leaves[i] for i in captured.state]
     baseline, ours = _baseline(captured, axes), decided.schedule
+    told = tuple(moments(ours))
     return Plan(
         replicas=replicas.count,
         topology=str(topology),
@@ -211,9 +212,9 @@ def describe(captured: Captured, decided: Decided, replicas: Replicas) -> Plan:
         ),
         update_seconds=Total(update_time(baseline, topology), update_time(ours, topology)),
         notes=(replicas.note,) if replicas.note else (),
-        timeline=segments(ours),
-        timeline_before=segments(baseline),
-        update=update_lines(ours, captured.paths),
+        timeline=segments(told),
+        timeline_before=segments(moments(baseline)),
+        update=update_lines(told, dict(zip(inputs, captured.paths, strict=True))),
         shardings=captured.call.rebuild([NamedSharding(replicas.mesh, leaf.spec) for leaf in leaves]),
     )
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import linecache
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -19,7 +20,8 @@ from .layout import Array, Axis, Layout, Partial, block_shape, is_batch, show
 from .program import Atom, Literal, Var
 from .schedule import Collective, Schedule, Step
 
-FORWARD, BACKWARD, UPDATE, OUTPUT = "forward", "backward", "update", "output"
+PHASES = FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
+OUTPUT = "output"
 
 
 @dataclass(frozen=True)
@@ -99,44 +101,46 @@ def _partial(layout: Layout) -> bool:
 # -- the picture --------------------------------------------------------------------------------------------------
 
 
-def segments(schedule: Schedule) -> tuple[Segment, ...]:
+def segments(told: Iterable[Moment]) -> tuple[Segment, ...]:
     """The step as few stretches: while a phase lasts, each kind of collective in it is counted once."""
-    found: list[dict[str, Segment]] = []
+    found: list[dict[str, list[float]]] = []
+    where: list[tuple[str, int]] = []
     stretch: tuple[str, str] | None = None
-    for moment in moments(schedule):
+    for moment in told:
         if (moment.phase, moment.loop) != stretch:
             stretch = (moment.phase, moment.loop)
             found.append({})
+            where.append((moment.loop, moment.times))
         for c in moment.sent:
-            _count(found[-1], Segment(c.kind, 1, c.bytes * moment.times, moment.loop, moment.times))
+            _count(found[-1], c.kind, c.bytes * moment.times)
         if moment.step is not None and not moment.step.bodies:
-            made = _bytes_made(moment.step, moment.axes) * moment.times
-            _count(found[-1], Segment(moment.phase, 1, made, moment.loop, moment.times))
-    return _joined(s for stretch in found for s in stretch.values())
+            _count(found[-1], moment.phase, _bytes_made(moment.step, moment.axes) * moment.times)
+    return _joined(
+        Segment(what, int(count), nbytes, *place)
+        for kinds, place in zip(found, where, strict=True)
+        for what, (count, nbytes) in kinds.items()
+    )
 
 
-def _count(stretch: dict[str, Segment], new: Segment) -> None:
-    known = stretch.get(new.what)
-    stretch[new.what] = new if known is None else _sum(known, new)
-
-
-def _sum(a: Segment, b: Segment) -> Segment:
-    return replace(a, count=a.count + b.count, bytes=a.bytes + b.bytes)
+def _count(stretch: dict[str, list[float]], what: str, nbytes: float) -> None:
+    sums = stretch.setdefault(what, [0, 0.0])
+    sums[0] += 1
+    sums[1] += nbytes
 
 
 _TRIFLE = 0.005  # of all that is computed: a counter is no phase
 
 
 def _joined(segments: Iterable[Segment]) -> tuple[Segment, ...]:
-    """Neighbours of one kind as one; trifles between two stretches are left to the stretch before."""
+    """Neighbours of one kind as one; trifling stretches of work are left out, but for the largest of a phase."""
     listed = list(segments)
-    total = sum(s.bytes for s in listed if s.what in (FORWARD, BACKWARD, UPDATE))
+    largest = {s.what: s for s in sorted(listed, key=lambda s: s.bytes)}
+    total = sum(s.bytes for s in listed if s.what in PHASES)
     kept: list[Segment] = []
     for s in listed:
-        trifle = s.what in (FORWARD, BACKWARD, UPDATE) and s.bytes < _TRIFLE * total
         if kept and (kept[-1].what, kept[-1].loop) == (s.what, s.loop):
-            kept[-1] = _sum(kept[-1], s)
-        elif not trifle or all(k.what != s.what for k in listed if k is not s):
+            kept[-1] = replace(kept[-1], count=kept[-1].count + s.count, bytes=kept[-1].bytes + s.bytes)
+        elif s.what not in PHASES or s.bytes >= _TRIFLE * total or s is largest[s.what]:
             kept.append(s)
     return tuple(kept)
 
@@ -151,24 +155,23 @@ def _bytes_made(step: Step, axes: tuple[Axis, ...]) -> float:
 # -- the update, equation by equation -----------------------------------------------------------------------------
 
 
-def update_lines(schedule: Schedule, paths: Sequence[str]) -> tuple[Line, ...]:
-    """The equations of the update; those that one line makes for several leaves are shown once."""
-    names = _Names(dict(zip(schedule.program.inputs, paths, strict=True)))
+def update_lines(told: Iterable[Moment], paths: Mapping[Atom, str]) -> tuple[Line, ...]:
+    """The equations of the update; those that one line makes for several leaves are shown once. `paths` name inputs."""
+    names = _Names(dict(paths))
     found: dict[object, Line] = {}
-    for moment in moments(schedule):
+    counts: Counter[object] = Counter()
+    for moment in told:
         step = moment.step
         if step is None or moment.phase != UPDATE or step.bodies:
             continue
         source = step.equation.line
         kinds = tuple((c.kind, c.dtype) for c in moment.sent)
         key = (step.equation.primitive, step.equation.pattern, source, step.operands, step.results, kinds, moment.loop)
-        known = found.get(key)
-        if known is not None:
-            found[key] = replace(known, count=known.count + 1)
-        else:
+        counts[key] += 1
+        if key not in found:
             sends = ", ".join(f"{kind} {dtype}" for kind, dtype in kinds)
             found[key] = Line(names.show(step), source, source_text(source), 1, sends)
-    return tuple(found.values())
+    return tuple(replace(line, count=counts[key]) for key, line in found.items())
 
 
 class _Names:

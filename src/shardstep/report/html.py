@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
+from ..timeline import PHASES
 from .summary import advice, array, count, groups, runs, short_line, size
 
 if TYPE_CHECKING:
@@ -136,13 +137,10 @@ def _memory(plan: Plan) -> list[dict[str, Any]]:
     return [{"name": "replicated", "parts": before}, {"name": "sharded", "parts": after}]
 
 
-_COMPUTED = ("forward", "backward", "update")
-
-
 def _sent(segments: Sequence[Segment]) -> dict[str, float]:
     sent: dict[str, float] = {}
     for s in segments:
-        if s.what not in _COMPUTED:
+        if s.what not in PHASES:
             sent[s.what] = sent.get(s.what, 0.0) + s.bytes
     return sent
 
@@ -153,7 +151,7 @@ def _segment(s: Segment) -> dict[str, Any]:
         "count": s.count,
         "bytes": s.bytes,
         "loop": f"{s.loop}, {s.times} times" if s.loop else "",
-        "collective": s.what not in _COMPUTED,
+        "collective": s.what not in PHASES,
     }
 
 
