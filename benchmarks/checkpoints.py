@@ -1,6 +1,6 @@
 """What a checkpoint costs beside plain Orbax: the same state, saved and restored both ways in turns, medians.
 
-    python benchmarks/checkpoints.py [--megabytes 600] [--rounds 3]
+python benchmarks/checkpoints.py [--megabytes 600] [--rounds 3]
 """
 
 from __future__ import annotations
@@ -14,9 +14,6 @@ import time
 from pathlib import Path
 
 import jax
-
-jax.config.update("jax_num_cpu_devices", 8)
-
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -75,6 +72,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", 8)
     state, x = create(options.megabytes)
     steps = {n: shardstep.shard(train_step, mesh_of(n)) for n in (8, 6)}
     plans = {n: step.plan(state, x) for n, step in steps.items()}

@@ -59,9 +59,9 @@ def join_cluster(options: argparse.Namespace) -> None:
 
 def resume(step: shardstep.ShardedStep, checkpoints: str) -> dict:
     """The state of the newest whole checkpoint, or a new one."""
-    if shardstep.latest_step(checkpoints) is None:
-        return create_state()
     plan = step.plan(jax.eval_shape(create_state), jax.eval_shape(lambda: whole_batch(0)))
+    if shardstep.latest_step(checkpoints) is None:
+        return plan.init(create_state)  # each device creates its own part
     state = shardstep.restore(checkpoints, plan)
     say(f"resumed at step {int(state['step'])}")
     return state

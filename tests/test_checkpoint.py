@@ -491,7 +491,7 @@ def test_a_number_that_does_not_fit(tmp_path):
 def test_a_plan_from_another_process(tmp_path):
     plan = shardstep.shard(adam_step, mesh_of(8)).plan(adam_state(), batch(0))
     shardstep.save(tmp_path, adam_state())
-    with pytest.raises(ShardstepError, match="this plan has no shardings"):
+    with pytest.raises(ShardstepError, match="this plan has no devices"):
         shardstep.restore(tmp_path, pickle.loads(pickle.dumps(plan)))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ from jax.tree_util import keystr
 
 from .errors import ShardstepError
 from .padded import Padded
-from .plan import Leaf, Plan
+from .plan import Argument, Plan
 
 _STATE = {"weight", "auxiliary", "frozen"}
 _SHOWN = 20  # lines of a list of differences
@@ -131,29 +130,16 @@ class Match:
 
 def expect(plan: Plan) -> Expected:
     """The state of a plan."""
-    if plan.shardings is None:
-        raise ShardstepError(
-            "this plan has no shardings: it was pickled, and devices do not travel. Make it here: step.plan(...)"
-        )
-    leaves = iter(plan.leaves)
-    args, kwargs = plan.shardings
-    arguments = []
-    for argument in [*args, *(kwargs[name] for name in sorted(kwargs))]:
-        flat, treedef = jax.tree.flatten(argument)
-        described = [next(leaves) if isinstance(leaf, NamedSharding) else None for leaf in flat]
-        if any(leaf is not None and leaf.role in _STATE for leaf in described):
-            filled = [x if d is None else _wanted(d, x) for x, d in zip(flat, described, strict=True)]
-            first = next(leaf for leaf in described if leaf is not None)
-            arguments.append((_argument_name(first), jax.tree.unflatten(treedef, filled)))
-    return Expected(tuple(arguments))
+    holding = [a for a in plan.arguments() if any(leaf and leaf.role in _STATE for leaf in a.leaves)]
+    return Expected(tuple((a.name, _wanted(a)) for a in holding))
 
 
-def _wanted(leaf: Leaf, sharding: NamedSharding) -> Wanted:
-    return Wanted(leaf.path, leaf.shape, _dtype(leaf.dtype), sharding, leaf.held)
-
-
-def _argument_name(leaf: Leaf) -> str:
-    return re.split(r"[.\[]", leaf.path, maxsplit=1)[0]
+def _wanted(argument: Argument) -> Any:
+    filled = [
+        x if leaf is None else Wanted(leaf.path, leaf.shape, _dtype(leaf.dtype), x, leaf.held)
+        for x, leaf in zip(argument.values, argument.leaves, strict=True)
+    ]
+    return jax.tree.unflatten(argument.tree, filled)
 
 
 def _dtype(name: str) -> Any:

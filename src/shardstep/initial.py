@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 
 from .arguments import Constant, Signature, is_array
 from .errors import ShardstepError
 from .state import fitted, returned
 
 if TYPE_CHECKING:
-    from .plan import Leaf, Plan
+    from .plan import Argument, Leaf, Plan
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,8 +38,6 @@ class Birth:
 
 def prepare(plan: Plan, create_state: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Birth:
     """Trace `create_state` on shapes alone, find the plan's leaf for each of its results, and compile it for those."""
-    if plan.shardings is None:
-        raise ShardstepError("this plan has no devices (it was pickled): ask for it again with step.plan(...)")
     call = Signature.of(create_state, (), ()).take_apart(args, kwargs, numbers_static=True)  # sizes, mostly
     found: dict[str, Any] = {}
 
@@ -82,7 +79,7 @@ def _planned(plan: Plan, tree: Any, constants: set[int], shapes: list[Any]) -> l
     numbered = jax.tree.unflatten(tree, list(range(tree.num_leaves)))
     arrays = (i for i in range(tree.num_leaves) if i not in constants)
     shape_of = dict(zip(arrays, shapes, strict=True))
-    arguments = list(_arguments(plan))
+    arguments = plan.arguments()
     if (found := _match(numbered, arguments, shape_of)) is not None:
         return found
     if isinstance(numbered, tuple | list):
@@ -91,29 +88,17 @@ def _planned(plan: Plan, tree: Any, constants: set[int], shapes: list[Any]) -> l
             return [leaf for part in parts for leaf in part or ()]
     raise ShardstepError(
         "create_state must return the step's state: one of its arguments, or a tuple of several, with the structure and"
-        f" shapes that the plan was made for (arguments: {', '.join(name for name, _, _ in arguments)}). It returned"
+        f" shapes that the plan was made for (arguments: {', '.join(a.name for a in arguments)}). It returned"
         f" {_summary(numbered, shape_of)}."
     )
 
 
-def _arguments(plan: Plan) -> Iterator[tuple[str, Any, list[Leaf | None]]]:
-    """Each argument of the planned step: its name, its structure, and the plan's leaf at each of its leaves."""
-    args, kwargs = plan.shardings
-    planned = iter(plan.leaves)
-    for argument in [*args, *(kwargs[k] for k in sorted(kwargs))]:
-        leaves, tree = jax.tree.flatten(argument)
-        mine = [next(planned) if isinstance(x, NamedSharding) else None for x in leaves]
-        name = next((leaf.path.split("[")[0].split(".")[0] for leaf in mine if leaf), "")
-        if name:
-            yield name, tree, mine
-
-
-def _match(numbered: Any, arguments: list[Any], shapes: dict[int, Any]) -> list[Leaf] | None:
+def _match(numbered: Any, arguments: list[Argument], shapes: dict[int, Any]) -> list[Leaf] | None:
     places, tree = jax.tree.flatten(numbered)
-    for _, planned_tree, planned in arguments:
-        if tree != planned_tree:
+    for argument in arguments:
+        if tree != argument.tree:
             continue
-        pairs = [(shapes.get(place), leaf) for place, leaf in zip(places, planned, strict=True)]
+        pairs = [(shapes.get(place), leaf) for place, leaf in zip(places, argument.leaves, strict=True)]
         if all(
             leaf is None or (shape is not None and (shape.shape, str(shape.dtype)) == (leaf.shape, leaf.dtype))
             for shape, leaf in pairs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
@@ -59,6 +60,19 @@ class Leaf:
     bytes_before: int  # a replica
     bytes_after: int
     reason: str
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument of a planned step, taken apart."""
+
+    tree: Any
+    leaves: tuple[Leaf | None, ...]  # None where something static stands
+    values: tuple[Any, ...]  # shardings, and what is static
+
+    @property
+    def name(self) -> str:
+        return next(re.split(r"[.\[]", leaf.path)[0] for leaf in self.leaves if leaf)
 
 
 @dataclass(frozen=True)
@@ -123,6 +137,20 @@ class Plan:
         holds more of the optimizer's state than its own part, not even while it is created.
         """
         return initial.prepare(self, create_state, args, kwargs).run()
+
+    def arguments(self) -> list[Argument]:
+        """The arguments that hold arrays, with their leaves."""
+        if self.shardings is None:
+            raise ShardstepError("this plan has no devices (it was pickled): ask for it again with step.plan(...)")
+        args, kwargs = self.shardings
+        planned = iter(self.leaves)
+        found = []
+        for argument in [*args, *(kwargs[name] for name in sorted(kwargs))]:
+            values, tree = jax.tree.flatten(argument)
+            leaves = tuple(next(planned) if isinstance(x, NamedSharding) else None for x in values)
+            if any(leaves):
+                found.append(Argument(tree, leaves, tuple(values)))
+        return found
 
     def sharding(self, leaf: Leaf) -> NamedSharding:
         """Over which devices the array lies that holds this leaf."""
