@@ -131,6 +131,7 @@ def test_padded_leaves_are_stored_in_their_own_shape(tmp_path, before, after, we
     assert len(padded) == (0 if before == 1 else 2 if weights == "replicated" else 3)
     for x in padded:  # what stands in the padding must not come back
         x.data = poisoned(x)
+    tmp_path = tmp_path / "a 100% odd name#"
     shardstep.save(tmp_path, state, step=1)
     plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), odd_state())
     with ocp.CheckpointManager(tmp_path) as manager:
@@ -347,6 +348,23 @@ def test_a_whole_checkpoint_is_replaced_only_when_asked(tmp_path):
     shardstep.save(tmp_path, other, step=1, overwrite=True)
     plan = shardstep.shard(adam_step, mesh_of(8)).plan(state, batch(0))
     assert bits(shardstep.restore(tmp_path, plan)) == bits(other)
+
+
+def test_nothing_but_checkpoints_is_replaced(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    (tmp_path / "run" / "1").mkdir(parents=True)
+    (tmp_path / "run" / "1" / "notes.txt").write_text("of this run")
+    for overwrite in (False, True):
+        with pytest.raises(ShardstepError, match="holds something that is no checkpoint"):
+            shardstep.save(tmp_path, adam_state(), overwrite=overwrite)
+        with pytest.raises(ShardstepError, match="holds something that is no checkpoint"):
+            shardstep.save(tmp_path / "run", adam_state(), step=1, overwrite=overwrite)
+    shardstep.save(tmp_path / "run", adam_state(), step=2)
+    run = write_numbered(tmp_path / "plain", adam_state())
+    with pytest.raises(ShardstepError, match="holds something that is no checkpoint"):
+        shardstep.save(run, adam_state(), overwrite=True)  # not in place of all numbered ones
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+    assert (tmp_path / "run" / "1" / "notes.txt").exists()
 
 
 def test_background_save_is_of_the_state_as_it_was(tmp_path):

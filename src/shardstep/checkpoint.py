@@ -31,8 +31,8 @@ from .expected import Expected, Match, expect
 from .padded import Padded
 from .plan import Plan
 from .processes import is_local
-from .report.progress import bar
-from .stored import ITEM, MARK, WRITING, Stored
+from .report.progress import bar, silent
+from .stored import ITEM, MARK, Stored
 
 _POLL = 0.2  # seconds
 
@@ -43,8 +43,9 @@ _POLL = 0.2  # seconds
 class Saving:
     """A checkpoint that is being written."""
 
-    def __init__(self, checkpointer: ocp.AsyncCheckpointer, directory: Path, nbytes: int):
-        self.directory = directory
+    def __init__(self, checkpointer: ocp.AsyncCheckpointer, target: Stored, nbytes: int):
+        self.directory = target.directory
+        self._writing = target.writing
         self._checkpointer = checkpointer
         self._nbytes = nbytes
         self._error: BaseException | None = None
@@ -67,11 +68,12 @@ class Saving:
         """Returns when the checkpoint is whole on disk; raises if it could not be written."""
         with bar(f"writing {self.directory.name}", self._nbytes) as advance:
             shown = 0
-            while not self.done:
+            while advance is not silent and not self.done:
                 self._thread.join(_POLL)
-                written = _bytes_under(self.directory.with_name(self.directory.name + WRITING))
+                written = _bytes_under(self._writing)
                 advance(max(written - shown, 0))
                 shown = max(written, shown)
+            self._thread.join()
         if self._error is not None:
             error, self._error = self._error, None
             raise ShardstepError(f"the checkpoint {self.directory} was not written: {error}") from error
@@ -116,7 +118,7 @@ def save(
     )
     checkpointer = ocp.AsyncCheckpointer(handler, async_options=options)
     checkpointer.save(target.directory, args=args, custom_metadata={MARK: 1})
-    saving = Saving(checkpointer, target.directory, sum(x.nbytes for x in jax.tree.leaves(tree) if is_array(x)))
+    saving = Saving(checkpointer, target, sum(x.nbytes for x in jax.tree.leaves(tree) if is_array(x)))
     _running.append(saving)
     if wait:
         finish()
@@ -139,18 +141,25 @@ def _make_way(target: Stored, overwrite: bool) -> None:
     """Remove what a run that was killed left behind. What is whole is only replaced when asked to."""
     refused = ""
     if processes.is_first():
-        directory = target.directory
-        shutil.rmtree(directory.with_name(directory.name + WRITING), ignore_errors=True)
-        if directory.is_dir() and not any(directory.iterdir()):
-            directory.rmdir()
-        if directory.exists():
-            problem = "" if overwrite else target.problem()
-            if overwrite or problem:
-                shutil.rmtree(directory)
-            else:
-                refused = f"{directory} already holds a checkpoint: pass another step=, or overwrite=True"
+        refused = _occupied(target, overwrite)
+        if not refused:
+            shutil.rmtree(target.writing, ignore_errors=True)
+            if target.directory.exists():
+                shutil.rmtree(target.directory)
     if refused := processes.from_first(refused):
         raise ShardstepError(refused)
+
+
+def _occupied(target: Stored, overwrite: bool) -> str:
+    """Why this checkpoint cannot be written here; empty if it can."""
+    directory = target.directory
+    if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
+        return ""
+    if not target.is_checkpoint:
+        return f"{directory} holds something that is no checkpoint: pass another path, or number checkpoints with step="
+    if overwrite or target.problem():
+        return ""
+    return f"{directory} already holds a checkpoint: pass another step=, or overwrite=True"
 
 
 def _to_file(state: Any) -> tuple[Any, dict[str, tuple[int, ...]]]:
@@ -183,10 +192,9 @@ def _everywhere() -> NamedSharding:
 
 def _seal(target: Stored, cropped: dict[str, tuple[int, ...]]) -> None:
     """Last of all, before Orbax gives the checkpoint its name; on the first process alone."""
-    writing = Stored(target.directory.with_name(target.directory.name + WRITING), target.step, False)
-    tree = writing.tree
+    tree = Stored(target.writing, target.step, False).tree
     if tree is None:
-        raise FileNotFoundError(f"{writing.directory} holds no {stored.TREE}")
+        raise FileNotFoundError(f"{target.writing} holds no {stored.TREE}")
     (tree / "_sharding").unlink(missing_ok=True)  # a layout has no place in the file
     for name, shape in cropped.items():
         _crop(tree, name, shape)
@@ -195,7 +203,8 @@ def _seal(target: Stored, cropped: dict[str, tuple[int, ...]]) -> None:
 
 def _crop(tree: Path, name: str, shape: tuple[int, ...]) -> None:
     """Take the padding off an array where it lies. Each replica has written its block; this only changes the bounds."""
-    arrays = {"driver": "ocdbt", "base": f"file://{tree}/", "path": f"{name}/"}
+    files = {"driver": "file", "path": f"{tree}/"}
+    arrays = {"driver": "ocdbt", "base": files, "path": f"{name}/"}
     opened = tensorstore.open({"driver": "zarr", "kvstore": arrays}).result()
     opened.resize(exclusive_max=shape).result()
 

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from .report.progress import silent
+
 NAME = "_SHARDSTEP"
 _FORMAT = 1
 # Orbax writes these while it commits, after the manifest; nothing is read from them.
@@ -20,7 +22,7 @@ _NOT_LISTED = {NAME, "_CHECKPOINT_METADATA", "commit_success.txt"}
 _THREADS = 4  # hashing leaves Python's lock alone
 
 
-def write(directory: Path, progress: Callable[[int], None] = lambda nbytes: None) -> None:
+def write(directory: Path, progress: Callable[[int], None] = silent) -> None:
     """List the files under `directory`. The list takes its place in one rename."""
     names = sorted(_files(directory))
     entries = dict(zip(names, _hash_all([directory / name for name in names], progress), strict=True))
@@ -33,9 +35,7 @@ def write(directory: Path, progress: Callable[[int], None] = lambda nbytes: None
     os.replace(partial, directory / NAME)
 
 
-def verify(
-    directory: Path, share: tuple[int, int] = (0, 1), progress: Callable[[int], None] = lambda nbytes: None
-) -> str:
+def verify(directory: Path, share: tuple[int, int] = (0, 1), progress: Callable[[int], None] = silent) -> str:
     """What is wrong with the files under `directory`; empty if nothing is.
 
     With `share=(k, n)` every n-th file is read, from the k-th on: n processes read each file once between them.

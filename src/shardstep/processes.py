@@ -81,7 +81,7 @@ def check_agreement(leaves: Sequence[Any], shardings: Sequence[NamedSharding], p
     """What counts as the whole value must be the same on every process. Compares hashes, across processes."""
     if all(sharding.is_fully_addressable for sharding in shardings):
         return
-    local = {path: x for path, x in zip(paths, leaves, strict=True) if is_local(x) and not _is_abstract(x)}
+    local = {path: x for path, x in zip(paths, leaves, strict=True) if not _is_abstract(x) and is_local(x)}
     if differs := _differing({path: _fingerprint(x) for path, x in local.items()}):
         raise ShardstepError(
             f"{differs} is not the same on all processes: an array that does not lie over the mesh counts as the whole"

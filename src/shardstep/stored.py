@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import manifest
+from .report.progress import silent
 
 ITEM = "default"  # what CheckpointManager calls the one tree that it saves
 TREE = "_METADATA"  # Orbax writes it beside the arrays of a tree
+STEP = "_CHECKPOINT_METADATA"  # and this at the top of what it commits
 MARK = "shardstep"  # in Orbax's metadata: this checkpoint was written with a manifest
 WRITING = ".orbax-checkpoint-tmp"  # Orbax's ending for what is not committed yet
 
@@ -34,7 +36,17 @@ class Stored:
         inner = [d for d in (self.directory / ITEM, *sorted(self.directory.glob("*"))) if (d / TREE).is_file()]
         return inner[0] if inner else None
 
-    def problem(self, share: tuple[int, int] = (0, 1), progress: Callable[[int], None] = lambda nbytes: None) -> str:
+    @property
+    def writing(self) -> Path:
+        """Where Orbax keeps it until it is committed."""
+        return self.directory.with_name(self.directory.name + WRITING)
+
+    @property
+    def is_checkpoint(self) -> bool:
+        """Has Orbax written here, whole or not? Nothing else may ever be replaced."""
+        return (self.directory / TREE).is_file() or (self.directory / STEP).is_file()
+
+    def problem(self, share: tuple[int, int] = (0, 1), progress: Callable[[int], None] = silent) -> str:
         """Why it is not whole; empty if it is, as far as can be told without reading it as a tree.
 
         What plain Orbax wrote has no manifest: that it was committed must do.
@@ -50,7 +62,7 @@ class Stored:
 
     def _is_ours(self) -> bool:
         try:
-            metadata = json.loads((self.directory / "_CHECKPOINT_METADATA").read_text())
+            metadata = json.loads((self.directory / STEP).read_text())
         except (OSError, ValueError):
             return False
         return MARK in (metadata.get("custom_metadata") or {})
@@ -63,10 +75,10 @@ def at(path: Path, step: int | None) -> Stored:
 
 def find(path: Path) -> list[Stored]:
     """What is stored under `path`, newest first; what was cut off is among it."""
-    if not path.is_dir():
-        cut = path.with_name(path.name + WRITING)
-        return [Stored(cut, None, False)] if cut.is_dir() else []
     alone = Stored(path, None, True)
+    if not path.is_dir():
+        cut = Stored(alone.writing, None, False)
+        return [cut] if cut.directory.is_dir() else []
     if alone.tree == path:
         return [alone]
     found = []

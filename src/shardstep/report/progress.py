@@ -12,12 +12,16 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 LARGE = 256 << 20  # bytes: below, it is over before a bar can be read
 
 
+def silent(nbytes: int) -> None:
+    """Where there is nobody to tell."""
+
+
 @contextlib.contextmanager
 def bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """Shows how many of `total` bytes are done; the value is a function to say that some more are."""
     console = Console(stderr=True)
     if not console.is_terminal or total < LARGE or jax.process_index() != 0:
-        yield lambda nbytes: None
+        yield silent
         return
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
