@@ -6,12 +6,14 @@
 #   make bench                step time, memory and bytes on the wire against the alternatives
 #
 # Another interpreter in another environment:  make test PYTHON=python3.12 VENV=.venv-312
+# With the TPU compiler, and the tests that need it:  make test EXTRAS=test,tpu
 
 PYTHON  ?= python3
 VENV    ?= .venv
 WORKERS ?= 2
 SECONDS  = 600
 ARGS    ?=
+EXTRAS  ?= test
 
 BIN := $(VENV)/bin
 
@@ -22,19 +24,19 @@ demo: $(VENV)/.installed
 
 test: lint types pytest
 
-lint: $(VENV)/.installed-test
+lint: $(VENV)/.installed-$(EXTRAS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(VENV)/.installed-test
+types: $(VENV)/.installed-$(EXTRAS)
 	$(BIN)/mypy
 
-pytest: $(VENV)/.installed-test
+pytest: $(VENV)/.installed-$(EXTRAS)
 	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
 # Round after round in a fresh process, so that compiled programs do not pile up in memory. The Hypothesis
 # profile (tests/conftest.py) ends a round when the time is up.
-fuzz: $(VENV)/.installed-test
+fuzz: $(VENV)/.installed-$(EXTRAS)
 	@until=$$(( $$(date +%s) + $(SECONDS) )); round=0; \
 	while [ $$(date +%s) -lt $$until ]; do \
 	  round=$$((round + 1)); echo "== fuzz round $$round, $$((until - $$(date +%s))) s left"; \
@@ -44,7 +46,7 @@ fuzz: $(VENV)/.installed-test
 bench: $(VENV)/.installed-bench
 	$(BIN)/python benchmarks/core.py $(ARGS)
 
-format: $(VENV)/.installed-test
+format: $(VENV)/.installed-$(EXTRAS)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
+from hlo import collectives
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from steps import OPTIMIZER, assert_same
 
+import shardstep
 from shardstep.errors import ShardstepError
-from shardstep.topology import arrange, collective_time, describe
+from shardstep.replicas import choose_group
+from shardstep.topology import Arrangement, arrange, collective_time, describe
 
 
 @dataclass(frozen=True)
@@ -19,6 +28,7 @@ class Device:
     coords: tuple[int, int, int] | None = None
     core_on_chip: int = 0
     process_index: int = 0
+    slice_index: int | None = None
     platform: str = "tpu"
     device_kind: str = "TPU v5 lite"
 
@@ -79,7 +89,7 @@ def test_what_is_no_grid_stays_one_axis(devices):
 
 
 def test_hosts_of_gpus_are_counted():
-    devices = [Device(i, None, 0, i // 4, "gpu", "NVIDIA H100 80GB HBM3") for i in range(8)]
+    devices = [Device(i, None, 0, i // 4, platform="gpu", device_kind="NVIDIA H100 80GB HBM3") for i in range(8)]
     (ring,) = arrange(devices).rings
     assert (ring.size, ring.hosts, ring.link.name, ring.network.name) == (8, 2, "NVLink", "InfiniBand")
 
@@ -123,3 +133,198 @@ def test_between_hosts_the_network_rules():
 
 def test_one_replica_sends_nothing():
     assert describe("cpu:1").time("all-reduce", 1e9) == 0
+
+
+# -- several data axes, executed: eight CPU devices as a torus -----------------------------------------------------
+
+
+WIDTH, LAYERS, EXAMPLES = 256, 3, 16
+WEIGHT = 4 * WIDTH * WIDTH
+
+
+def train_step(state, batch):
+    """`LAYERS` square weights and a bias; dropout, so that the order of examples shows."""
+
+    def loss(params):
+        x = batch["x"]
+        for w in params["w"]:
+            x = jnp.tanh(x @ w + params["b"])
+        kept = jax.random.bernoulli(jax.random.key(7), 0.5, x.shape)
+        return jnp.mean((jnp.where(kept, x, 0) - batch["y"]) ** 2)
+
+    params, moments = state
+    value, gradients = jax.value_and_grad(loss)(params)
+    changes, moments = OPTIMIZER.update(gradients, moments, params)
+    return (optax.apply_updates(params, changes), moments), value
+
+
+def train_state():
+    keys = jax.random.split(jax.random.key(0), LAYERS)
+    params = {"w": [jax.random.normal(k, (WIDTH, WIDTH)) / 16 for k in keys], "b": jnp.zeros(WIDTH)}
+    return params, OPTIMIZER.init(params)
+
+
+def train_batch(i=0):
+    x, y = jax.random.normal(jax.random.key(10 + i), (2, EXAMPLES, WIDTH))
+    return {"x": x, "y": y}
+
+
+def equal_the_plain_run(sharded, steps=2, place=lambda batch: batch):
+    plain = jax.jit(train_step)
+    ours = theirs = train_state()
+    for i in range(steps):
+        theirs, expected = plain(theirs, train_batch(i))
+        ours, found = sharded(ours, place(train_batch(i)))
+        assert_same(found, expected)
+    assert_same(ours, theirs)
+    return ours
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize("machine", ["v5e:2x4", "v5p:2x2x2", "v3:2x2"])
+def test_a_torus_equals_the_plain_run(machine, weights, mesh):
+    options = shardstep.Options(topology=machine)
+    sharded = shardstep.shard(train_step, mesh, weights=weights, options=options)
+    _, moments = equal_the_plain_run(sharded)
+    shard = moments[0].mu["w"][0].addressable_shards[0]
+    assert shard.data.size == WIDTH * WIDTH // 8
+    plan = sharded.plan(train_state(), train_batch())
+    assert plan.wire_bytes.sharded <= plan.wire_bytes.replicated * 1.001
+
+
+@pytest.mark.parametrize(
+    ("machine", "scattered", "gathered"),
+    [
+        ("v5e:4x2", [4, 2], [2, 4]),  # x on the last dimension, y on the first: gathered in reverse
+        ("v5e:2x2", None, None),
+        ("v5p:2x2x2", [2, 2, 2], [2, 4]),  # two axes on the last dimension are gathered at once
+    ],
+)
+def test_each_ring_is_scattered_in_turn(machine, scattered, gathered, mesh):
+    if scattered is None:
+        with pytest.raises(ShardstepError, match="has 4 replicas, but the mesh has 8"):
+            shardstep.shard(train_step, mesh, options=shardstep.Options(topology=machine))
+        return
+    options = shardstep.Options(topology=machine, bucket_bytes=0)
+    sharded = shardstep.shard(train_step, mesh, weights="replicated", options=options)
+    text = sharded.lower(train_state(), train_batch()).compile().as_text()
+    found = [c for c in collectives(text) if c.bytes > 2048]
+    for kind, groups in (("reduce-scatter", scattered), ("all-gather", gathered)):
+        expected = sorted(groups * LAYERS)
+        assert sorted(c.group for c in found if c.kind == kind for _ in range(c.arrays)) == expected, kind
+    assert not [c for c in found if c.kind == "all-reduce"]
+    # A scatter along one ring after the other sends what one over all replicas sends, and no more.
+    sent = sum(c.wire_bytes for c in found)
+    assert sent == pytest.approx(2 * LAYERS * WEIGHT * 7 / 8)
+    planned = sharded.plan(train_state(), train_batch()).collectives
+    assert sum(c.bytes for c in planned if len(c.shape) == 2) == pytest.approx(sent)
+
+
+def test_what_is_summed_over_all_axes_is_summed_at_once(mesh):
+    sharded = shardstep.shard(train_step, mesh, options=shardstep.Options(topology="v5p:2x2x2"))
+    plan = sharded.plan(train_state(), train_batch())
+    reduced = [c for c in plan.collectives if c.kind == "all-reduce"]
+    assert reduced and all(c.axis == "data_z+data_y+data_x" for c in reduced)
+
+
+def test_a_mesh_whose_axes_are_the_rings_keeps_its_names():
+    mesh = Mesh(np.asarray(jax.devices()).reshape(2, 4), ("rows", "columns"))
+    sharded = shardstep.shard(train_step, mesh, options=shardstep.Options(topology="v5e:4x2"))
+    assert sharded.replicas.names == ("rows", "columns") and len(sharded.replicas.axes) == 2
+    equal_the_plain_run(sharded)
+
+
+def test_a_torus_beside_another_axis():
+    """Data parallelism over a 2 x 2 torus, the other axis of the mesh untouched."""
+    mesh = Mesh(np.asarray(jax.devices()).reshape(4, 2), ("data", "model"))
+    sharded = shardstep.shard(train_step, mesh, axis="data", options=shardstep.Options(topology="v5e:2x2"))
+    assert sharded.replicas.mesh.axis_names == ("data_y", "data_x", "model")
+    equal_the_plain_run(sharded)
+
+
+def test_groups_on_a_torus(mesh):
+    """A group of one ring: state is split along x, and summed along y."""
+    sharded = shardstep.shard(train_step, mesh, group=4, options=shardstep.Options(topology="v5e:4x2"))
+    _, moments = equal_the_plain_run(sharded)
+    assert moments[0].mu["w"][0].addressable_shards[0].data.size == WIDTH * WIDTH // 4
+    plan = sharded.plan(train_state(), train_batch())
+    assert plan.group == 4 and plan.why_group == "as asked: groups of 4"
+
+
+def test_arrays_on_the_users_mesh_are_in_place(mesh):
+    """Where the user's order walks the rings, nothing that he placed is moved."""
+    sharded = shardstep.shard(train_step, mesh, options=shardstep.Options(topology="v5e:2x4"))
+    placed = jax.device_put(train_batch(), NamedSharding(mesh, PartitionSpec("data")))
+    _, again = sharded.place(train_state(), placed)
+    assert all(again[name] is placed[name] for name in placed)
+
+
+def test_devices_that_change_places(mesh, monkeypatch):
+    """Where his order jumps about, arrays on his mesh are laid out anew, and the plan says so."""
+    order = (0, 1, 4, 5, 2, 3, 6, 7)
+    rings = describe("v5e:2x4").rings
+    monkeypatch.setattr("shardstep.topology.arrange", lambda devices: Arrangement(order, rings, ("y", "x")))
+    sharded = shardstep.shard(train_step, mesh)
+    assert [d.id for d in sharded.replicas.mesh.devices.flat] == list(order)
+    on_his_mesh = NamedSharding(mesh, PartitionSpec("data"))
+    equal_the_plain_run(sharded, place=lambda batch: jax.device_put(batch, on_his_mesh))
+    plan = sharded.plan(train_state(), train_batch())
+    assert "jumps about" in plan.notes[0] and "jumps about" in str(plan)
+
+
+# -- what is chosen by cost -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("hosts", "sizes", "shared"),
+    [
+        (1, [8], (True,)),
+        (2, [16], (True,)),  # two hosts: one ring over all is as fast as any
+        (32, [32, 8], (True, True)),  # many: within the host, then between hosts; state still shared by all
+    ],
+)
+def test_the_group_is_chosen_by_cost(hosts, sizes, shared):
+    devices = [Device(i, None, 0, i // 8, platform="gpu", device_kind="NVIDIA H200") for i in range(8 * hosts)]
+    chosen = choose_group(arrange(devices), devices)
+    assert [r.size for r in chosen.rings] == sizes and chosen.shared == shared
+    assert "predicted" in chosen.why or hosts == 1
+
+
+def test_slices_of_a_tpu_are_weighed_against_the_network():
+    """Between slices a scatter and a gather send what an all-reduce would: memory decides, and the plan shows both."""
+    devices = [replace(d, slice_index=s) for s in range(2) for d in chips(4, 4)]
+    found = arrange(devices)
+    assert [r.size for r in found.rings] == [2, 4, 4] and found.names == ("slice", "y", "x")
+    chosen = choose_group(found, devices)
+    assert chosen.shared == (True, True, True)
+    assert "shared by 2 x 4 x 4" in chosen.why and "shared by 4 x 4" in chosen.why
+
+
+def test_small_leaves_by_cost(mesh):
+    """Many small leaves hold too much memory to stay whole; a few among large ones do."""
+
+    def step(state, batch):
+        grads = jax.tree.map(lambda w: w * jnp.mean(batch), state["w"])
+        m = jax.tree.map(lambda m, g: 0.9 * m + g, state["m"], grads)
+        return {"w": jax.tree.map(jnp.add, state["w"], m), "m": m}
+
+    def shares(*shapes):
+        leaves = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
+        plan = shardstep.shard(step, mesh, batch_argnums=1).plan(
+            {"w": leaves, "m": leaves}, jax.ShapeDtypeStruct((8,), jnp.float32)
+        )
+        return ["split" in leaf.layout for leaf in plan.leaves if "['m']" in leaf.path]
+
+    assert shares((64, 128), (64, 128)) == [True, True]
+    assert shares((64, 128), (4096, 4096)) == [False, True]
+    assert shares((32, 64), (64, 128)) == [False, True]  # below 16 KiB in any case
+
+
+def test_the_plan_predicts(mesh):
+    sharded = shardstep.shard(train_step, mesh, options=shardstep.Options(topology="v5e:2x4"))
+    plan = sharded.plan(train_state(), train_batch())
+    assert 0 < plan.update_seconds.sharded < plan.update_seconds.replicated / 4
+    assert plan.wire_seconds.replicated > 0 and plan.wire_seconds.sharded > 0
+    shown = str(plan)
+    assert "TPU v5 lite, 4 x 2 (ICI 50 GB/s)" in shown and "predicted" in shown
+    assert plan.group == 8 and plan.why_group in shown

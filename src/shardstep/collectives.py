@@ -11,7 +11,8 @@ that what is predicted is what is run.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -37,11 +38,24 @@ from .layout import (
 
 
 class Move(NamedTuple):
-    """One placement changes along one axis."""
+    """One placement changes along one axis, or along several at once."""
 
     axis: int
-    source: Placement
+    source: Placement  # along the outermost axis
     target: Placement
+    inner: tuple[int, ...] = ()  # further axes that make the same move in the same collective
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        return (self.axis, *self.inner)
+
+    def over(self, axes: tuple[Axis, ...]) -> Axis:
+        """The axis of the collective."""
+        taking_part = [axes[k] for k in self.axes]
+        if len(taking_part) == 1:
+            return taking_part[0]
+        names = tuple(n for a in taking_part for n in a.names)
+        return taking_part[0]._replace(names=names, size=math.prod(a.size for a in taking_part))
 
     @property
     def kind(self) -> str:
@@ -111,16 +125,13 @@ def moves(source: Layout, target: Layout) -> Iterator[Move]:
         ):
             undone.append(k)
             whole[k] = REPLICATED
-    for k in _nested(undone, [_dims(p) for p in current], outer_first=False):
-        yield Move(k, current[k], REPLICATED)
+    yield from _in_pairs([Move(k, current[k], REPLICATED) for k in _nested(undone, current, outer_first=False)])
     current = whole
     changing = [k for k in range(len(current)) if current[k] != target[k]]
     made = [k for k in changing if isinstance(target[k], Split)]
-    for k in _nested(made, [_dims(p) for p in target], outer_first=True):
+    for k in _nested(made, target, outer_first=True):
         yield Move(k, current[k], target[k])
-    for k in changing:
-        if k not in made:
-            yield Move(k, current[k], target[k])
+    yield from _at_once([Move(k, current[k], target[k]) for k in changing if k not in made])
 
 
 def _inside_of_change(current: list[Placement], target: Layout, k: int) -> bool:
@@ -128,14 +139,39 @@ def _inside_of_change(current: list[Placement], target: Layout, k: int) -> bool:
     return any(current[j] != target[j] and _dims(current[j], target[j]) & _dims(current[k]) for j in range(k))
 
 
-def _nested(axes: list[int], dims: list[set[int]], outer_first: bool) -> Iterator[int]:
+def _nested(axes: list[int], layout: Sequence[Placement], outer_first: bool) -> Iterator[int]:
     """Axes that share a dimension from the outside in (or from the inside out); of the rest, the opposite way."""
-    left = sorted(axes)
+    dims, left = [_dims(p) for p in layout], sorted(axes)
     while left:
         free = [k for k in left if not any(dims[j] & dims[k] and (j < k if outer_first else j > k) for j in left)]
         chosen = free[-1] if outer_first else free[0]
         left.remove(chosen)
         yield chosen
+
+
+def _in_pairs(gathers: list[Move]) -> Iterator[Move]:
+    """Gathers of one dimension, two axes at a time: the links of both work at once.
+
+    Three at a time would be one gather too, but the TPU's compiler makes a full all-reduce of it.
+    """
+    left = list(gathers)  # from the inside out
+    while left:
+        move = left.pop(0)
+        if left and isinstance(outer := left[0].source, Split) and replace(outer, extent=0) == move.source:
+            move = left.pop(0)._replace(inner=move.axes)
+        yield move
+
+
+def _at_once(reductions: list[Move]) -> Iterator[Move]:
+    """What makes the same move along several axes makes it in one collective: an all-reduce over all of them."""
+    left = list(reductions)
+    while left:
+        move = left.pop(0)
+        if move.kind == "all-reduce":
+            same = [m for m in left if (m.source, m.target) == (move.source, move.target)]
+            left = [m for m in left if m not in same]
+            move = move._replace(inner=tuple(m.axis for m in same))
+        yield move
 
 
 def _dims(*placements: Placement) -> set[int]:
@@ -158,10 +194,12 @@ def priced_moves(source: Layout, target: Layout, array: Array, axes: tuple[Axis,
     """Each move with the bytes it puts on the wire."""
     current = list(source)
     for move in moves(source, target):
-        current[move.axis] = REPLICATED
+        for k in move.axes:
+            current[k] = REPLICATED
         held = math.prod(padded_shape(block_shape(array.shape, tuple(current), axes), (move.source, move.target)))
-        yield move, wire_bytes(move, held, array.dtype, axes[move.axis])
-        current[move.axis] = move.target
+        yield move, wire_bytes(move, held, array.dtype, move.over(axes))
+        for k in move.axes:
+            current[k] = move.target
 
 
 def convert(x: jax.Array, shape: tuple[int, ...], source: Layout, target: Layout, axes: tuple[Axis, ...]) -> jax.Array:
@@ -171,7 +209,7 @@ def convert(x: jax.Array, shape: tuple[int, ...], source: Layout, target: Layout
         data = convert(data, shape + data.shape[x.ndim :], source, target, axes)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     for move in moves(source, target):
-        axis = axes[move.axis]
+        axis = move.over(axes)
         sent = padded(x, move.target).astype(wire_dtype(move, x.dtype, axis))
         x = unpadded(perform(sent, move, axis).astype(x.dtype), shape, move.source)
     return x

@@ -102,7 +102,7 @@ def _kind(transfer: Transfer, axes: tuple[Axis, ...]) -> Any:
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return None
     whole = tuple(isinstance(p, Replicated) for p in transfer.source + transfer.target)
-    return whole, tuple((m.kind, m.axis, _op(m), str(wire_dtype(m, dtype, axes[m.axis]))) for m in steps)
+    return whole, tuple((m.kind, m.axes, _op(m), str(wire_dtype(m, dtype, m.over(axes)))) for m in steps)
 
 
 def _packs(move: Move) -> bool:
@@ -141,7 +141,7 @@ def transfer(arrays: Sequence[jax.Array], bundle: Bundle, axes: tuple[Axis, ...]
         xs = [convert(xs[0], t.var.array.shape, t.source, t.target, axes)]
     else:
         for stage in zip(*(moves(t.source, t.target) for t in bundle), strict=True):
-            xs = _move_together(xs, [t.var.array.shape for t in bundle], stage, axes[stage[0].axis])
+            xs = _move_together(xs, [t.var.array.shape for t in bundle], stage, stage[0].over(axes))
     return [x.astype(t.var.array.dtype) if t.dtype is not None else x for x, t in zip(xs, bundle, strict=True)]
 
 

@@ -220,6 +220,20 @@ _MESSAGE = 25e6  # bytes: the size into which data-parallel frameworks cut gradi
 _TOLERANCE = 1.1
 
 
+class Group(NamedTuple):
+    """Which rings share the state, and why."""
+
+    rings: tuple[Ring, ...]
+    shared: tuple[bool, ...]
+    why: str
+
+
+def choose_group(found: Arrangement, devices: Sequence[Any]) -> Group:
+    """The rings that share one copy of the state when the user does not say."""
+    chosen = _by_cost(tuple(_NamedRing((name,), r) for name, r in zip(found.names, found.rings, strict=True)), devices)
+    return Group(tuple(r.ring for r in chosen.rings), chosen.shared, chosen.why)
+
+
 def _by_cost(rings: tuple[_NamedRing, ...], devices: Sequence[Any]) -> _Chosen:
     """State is shared by as many replicas as possible: memory first. Only where slow links between hosts make that
     more than a tenth slower than sharing within a host does the group stay inside.

@@ -177,10 +177,10 @@ def _communicated(bundle: Bundle, reader: Equation | None, axes: tuple[Axis, ...
         elements = sum(t.array.size for t in bundle)
         yield Collective(
             kind=move.kind,
-            dtype=str(wire_dtype(move, bundle[0].array.dtype, axes[move.axis])),
+            dtype=str(wire_dtype(move, bundle[0].array.dtype, move.over(axes))),
             shape=bundle[0].array.shape if len(bundle) == 1 else (elements,),
             bytes=sum(moved for _, moved in stage),
-            axis="+".join(axes[move.axis].names),
+            axis="+".join(move.over(axes).names),
             purpose=str(reader.primitive) if reader else "output",
             line=reader.line if reader else "",
             shapes=tuple(t.array.shape for t in bundle),

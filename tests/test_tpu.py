@@ -1,0 +1,122 @@
+"""What the TPU compiler makes of a rewritten step. `libtpu` compiles ahead of time: no TPU is needed.
+
+The compiler runs in a process of its own, because libtpu serves one process at a time and stays for good.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+pytestmark = [
+    pytest.mark.tpu,
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: pip install .[tpu]"
+    ),
+]
+
+WIDTH, LAYERS = 1024, 2
+WEIGHT = 4 * WIDTH * WIDTH
+
+PROGRAM = """
+import json, re, sys
+import jax, jax.numpy as jnp, numpy as np, optax
+from jax.experimental import topologies
+from jax.sharding import Mesh
+from hlo import collectives
+import shardstep
+
+WIDTH, LAYERS = int(sys.argv[1]), int(sys.argv[2])
+OPTIMIZER = optax.adam(1e-3)
+
+def step(state, x):
+    def loss(params):
+        y = x
+        for w in params:
+            y = jnp.tanh(y @ w)
+        return jnp.mean(y**2)
+    params, moments = state
+    value, grads = jax.value_and_grad(loss)(params)
+    changes, moments = OPTIMIZER.update(grads, moments, params)
+    return (optax.apply_updates(params, changes), moments), value
+
+params = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * LAYERS
+state = (params, jax.eval_shape(OPTIMIZER.init, params))
+
+def compiled(machine, weights):
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=machine).devices
+    mesh = Mesh(np.array(sorted(devices, key=lambda d: d.id)), ("data",))
+    x = jax.ShapeDtypeStruct((8 * mesh.size, WIDTH), jnp.float32)
+    sharded = shardstep.shard(step, mesh, batch_argnums=1, weights=weights)
+    text = sharded.lower(state, x).compile().as_text()
+    return {
+        "rings": [a.size for a in sharded.replicas.axes],
+        "note": sharded.replicas.note,
+        "collectives": [(c.kind, c.bytes, c.group) for c in collectives(text)],
+        "copies": len(re.findall(r"= f32\\[\\d+,\\d+\\]\\S* copy\\(", text)),
+    }
+
+asked = [("v3:2x2", "sharded"), ("v5e:4x4", "replicated"), ("v5e:4x4", "sharded"), ("v5p:2x2x2", "sharded"),
+         ("v6e:2x4", "sharded")]
+print("RESULT" + json.dumps({f"{machine} {weights}": compiled(machine, weights) for machine, weights in asked}))
+"""
+
+
+@pytest.fixture(scope="module")
+def programs():
+    root = Path(__file__).parent.parent
+    path = [str(root / "benchmarks"), str(root / "src"), os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu"}
+    with open(Path(tempfile.gettempdir()) / "shardstep-libtpu.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another test process may be compiling for TPUs too
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM, str(WIDTH), str(LAYERS)],
+            capture_output=True,
+            text=True,
+            timeout=600,
+            env=env,
+        )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
+    return json.loads(line.removeprefix("RESULT"))
+
+
+RINGS = {
+    "v3:2x2 sharded": [2, 4],
+    "v5e:4x4 replicated": [4, 4],
+    "v5e:4x4 sharded": [4, 4],
+    "v5p:2x2x2 sharded": [2, 2, 2],
+    "v6e:2x4 sharded": [4, 2],
+}
+
+
+@pytest.mark.parametrize("name", RINGS)
+def test_one_true_scatter_for_each_ring(programs, name):
+    """Every gradient is scattered along every ring, by a reduce-scatter: no all-reduce of its size is left."""
+    found = programs[name]
+    assert found["rings"] == RINGS[name] and not found["note"]
+    large = [(kind, group) for kind, size, group in found["collectives"] if size > 65536]
+    scattered = sorted(group for kind, group in large if kind == "reduce-scatter")
+    assert scattered == sorted(RINGS[name] * LAYERS)
+    assert {kind for kind, _ in large} == {"reduce-scatter", "all-gather"}
+
+
+@pytest.mark.parametrize("name", RINGS)
+def test_sharded_weights_are_gathered_in_bfloat16(programs, name):
+    """The matrix unit reads bfloat16, and the compiler moves the cast in front of the gather: half the bytes."""
+    gathered = [size for kind, size, _ in programs[name]["collectives"] if kind == "all-gather"]
+    whole = WEIGHT if name.endswith("replicated") else WEIGHT // 2
+    assert gathered.count(whole) == LAYERS and max(gathered) == whole
+
+
+def test_state_is_not_transposed(programs):
+    """Left alone, the compiler transposes all state on v6e to match a transposed gradient."""
+    assert programs["v6e:2x4 sharded"]["copies"] == 0
