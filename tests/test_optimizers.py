@@ -23,11 +23,8 @@ import shardstep
 BATCH, REPLICAS = 16, 8
 
 # Where the planner is not yet good enough. Strict: whoever mends it removes the line.
-COSTS_MORE = {
-    "adaptive_grad_clip": "unit-wise norms run over the split dimension: they are reduced, which is 0.6% more",
-    "measure_with_ema": "the gradient is all-reduced for its square's sum instead of scattered",
-    "sm3": "row and column maxima run over the split dimension: they are reduced, which is 1% more",
-}
+# Norms or maxima of rows and columns run over the split dimension: they are reduced on their own, which is 1.3 % more.
+A_LITTLE_MORE = {"adaptive_grad_clip", "sm3"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -96,15 +93,11 @@ def test_same_numbers(name):
             assert apart(mine, expected) <= 10 * noise, f"{keystr(path)}: {reason}"
 
 
-def excused(names: dict[str, str]):
-    reasons = {name: [pytest.mark.xfail(reason=why, raises=AssertionError)] for name, why in names.items()}
-    return [pytest.param(name, marks=reasons.get(name, [])) for name in OPTIMIZERS]
-
-
-@pytest.mark.parametrize("name", excused(COSTS_MORE))
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_never_more_on_the_wire(name):
     wire = training(name).plan.wire_bytes
-    assert wire.sharded <= wire.replicated * 1.001 + 1024
+    assert wire.sharded <= wire.replicated * (1.02 if name in A_LITTLE_MORE else 1.001) + 1024
+    assert training(name).plan.engine == "rewrite"
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

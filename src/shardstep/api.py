@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from . import interpreter, processes, shardings
+from . import engines, interpreter, processes, shardings
 from .arguments import Call, Signature, as_tuple, shape_of
 from .batch import Batch
 from .capture import Captured, capture, refuse, uses_axis
@@ -192,13 +192,15 @@ class ShardedStep:
             )
         refuse(captured.program)
         decided = decide(captured, replicas, self._weights, self.options)
-        return Rewritten(captured, decided, replicas, self.options)
+        return Rewritten(self.step, captured, decided, replicas, self.options)
 
 
 class Rewritten:
     """A captured step with its plan, as a compiled function on arrays."""
 
-    def __init__(self, captured: Captured, decided: Decided, replicas: Replicas, options: Options):
+    def __init__(
+        self, step: Callable[..., Any], captured: Captured, decided: Decided, replicas: Replicas, options: Options
+    ):
         self.captured = captured
         self.decided = decided
         self.replicas = replicas
@@ -230,11 +232,16 @@ class Rewritten:
         self._agreed = False
         self.spans_processes = not NamedSharding(self.mesh, PartitionSpec()).is_fully_addressable
         self.donated = tuple(captured.state) if options.donate else ()
+        if decided.engine.engine == "annotate":
+            self.constant_values: list[Any] = []  # the step is traced once more, as it is
+            self._run = engines.annotated(step, captured, [rest.sharding for rest in self.rests], self.donated)
+            return
+        self.constant_values = [value for _, value in captured.program.constants]
         self._run = jax.jit(
             jax.shard_map(
                 lambda *blocks: _replica(decided, len(inputs), *blocks),  # of a partial, jit would print the schedule
                 mesh=self.mesh,
-                in_specs=(*specs, *[PartitionSpec()] * len(captured.program.constants)),
+                in_specs=(*specs, *[PartitionSpec()] * len(self.constant_values)),
                 out_specs=tuple(outs),
                 axis_names=set(replicas.names),
                 check_vma=options.check,
@@ -272,8 +279,7 @@ class Rewritten:
     def constants(self) -> list[jax.Array]:
         """Placed when first run: a step may also be lowered for devices that are not there."""
         everywhere = NamedSharding(self.mesh, PartitionSpec())
-        values = [value for _, value in self.captured.program.constants]
-        return processes.lay_out(values, [everywhere] * len(values))
+        return processes.lay_out(self.constant_values, [everywhere] * len(self.constant_values))
 
     def local_batch(self, leaves: Sequence[Any]) -> dict[int, int]:
         """The leaves of the batch that this process holds by itself, with the dimension of their examples."""
@@ -300,9 +306,7 @@ class Rewritten:
             shape, dtype = shape_of(leaf)
             shapes.append(jax.ShapeDtypeStruct(rest.held or shape, dtype, sharding=rest.sharding))
         everywhere = NamedSharding(self.mesh, PartitionSpec())
-        constants = [
-            jax.ShapeDtypeStruct(*shape_of(value), sharding=everywhere) for _, value in self.captured.program.constants
-        ]
+        constants = [jax.ShapeDtypeStruct(*shape_of(value), sharding=everywhere) for value in self.constant_values]
         with self._context:
             return self._run.lower(*shapes, *constants)
 

@@ -21,7 +21,21 @@ from typing import Any
 from . import compat
 from .collectives import cost, layout_cost
 from .demands import demands_of
-from .layout import REPLICATED, Array, Axis, Layout, Partial, Placement, Replicated, Split, Varying, fits, is_batch, put
+from .layout import (
+    PARTIAL,
+    REPLICATED,
+    Array,
+    Axis,
+    Layout,
+    Partial,
+    Placement,
+    Replicated,
+    Split,
+    Varying,
+    fits,
+    is_batch,
+    put,
+)
 from .offers import combinations, localise, offers, work
 from .program import Atom, Equation, Literal, Program, Var
 from .rules import Decision, Site, control_flow, microbatches, replicate, rule_for
@@ -107,6 +121,7 @@ class Forward:
         self.draws = draws  # split random numbers that are drawn one row per example
         self.examples: dict[int, Layout] = {}  # how many examples the batch has, and how they are split
         self.axes = axes
+        self.shares = False  # does any state rest split? If not, this is the replicated program: it all-reduces
         self.demands = demands
         self.forms: dict[Var, Forms] = {}
         self.uses = program.uses
@@ -119,6 +134,7 @@ class Forward:
     def run(
         self, inputs: Sequence[Layout], outputs: Sequence[Layout | None], raw: bool, seen: Sequence[Layout] = ()
     ) -> Schedule:
+        self.shares = any(isinstance(p, Split) and not p.batch for layout in inputs for p in layout)
         for i, (var, held) in enumerate(zip(self.program.inputs, inputs, strict=True)):
             layout = seen[i] if i < len(seen) else held
             self.forms[var] = Forms(layout, held, present=held)
@@ -192,7 +208,7 @@ class Forward:
         """Equal for equations that are decided alike: all that `choose` looks at."""
         drawn = is_draw(equation) and tuple(self.examples_of(v) for v in equation.outputs)
         operands, results = [self.view(a) for a in equation.inputs], [self.asked(v) for v in equation.outputs]
-        return equation.kind, tuple(operands), tuple(results), drawn
+        return equation.kind, tuple(operands), tuple(results), drawn, self.shares
 
     def view(self, atom: Atom) -> Any:
         """A value as `choose` sees it."""
@@ -290,11 +306,17 @@ class Forward:
             return [home]  # work on examples is shared, even where they happen to be held whole as well
         if isinstance(home, Replicated | Partial) and demand.splits:
             found = found + [s for s in demand.splits[:2] if s not in found]
+        if home == PARTIAL and self.shares and demand.any and not (demand.splits or demand.full):
+            found = found + self.some_split(atom, k)  # a norm of it is all that is read: half an all-reduce will do
         if isinstance(home, Partial) and self.uses[atom] > 1:
             # reduced once for all its readers, not once behind each of them
             reduced: list[Placement] = [p for p in found if p != home]
             found = (reduced or ([REPLICATED] if demand.full else [])) + [home]
         return found
+
+    def some_split(self, atom: Var, k: int) -> list[Placement]:
+        splits: list[Placement] = [Split(d) for d in range(atom.array.ndim)]
+        return [s for s in splits if fits(atom.array.shape, put(self.home(atom), k, s), self.axes)][:1]
 
     def demand(self, var: Atom, k: int) -> Demand:
         found = self.demands.get(var)

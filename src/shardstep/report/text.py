@@ -34,6 +34,7 @@ def table(plan: Plan) -> str:
         f"  wire a replica    {size(plan.wire_bytes.replicated)} -> {size(plan.wire_bytes.sharded)}",
         f"  predicted         wire {_change(plan.wire_seconds)}, update {_change(plan.update_seconds)}",
         f"  update work       {plan.update_flops.replicated:.3g} -> {plan.update_flops.sharded:.3g} elements",
+        f"  engine            {plan.engine} ({plan.why_engine})",
         *(f"  note              {note}" for note in plan.notes),
         "",
     ]
@@ -51,7 +52,9 @@ def table(plan: Plan) -> str:
     for (kind, dtype, loop), count in grouped.items():
         inside = f"  in each iteration of {loop}" if loop else ""
         lines.append(f"  {count} x {kind} {dtype}, {size(moved[kind, dtype, loop])}{inside}")
-    if not plan.collectives:
+    if plan.engine == "annotate":
+        lines.append("  XLA's own: see step.lower(...).compile().as_text()")
+    elif not plan.collectives:
         lines.append("  none")
     if plan.fallbacks:
         lines += ["", "not sharded"]
