@@ -3,6 +3,8 @@
 #   make demo                 train a small transformer, plain and sharded, side by side
 #   make test                 lint, types, tests
 #   make fuzz SECONDS=600     let Hypothesis look for programs we get wrong
+#   make docs                 the documentation as a site, warnings are errors
+#   make screenshots          of the report, for the README (needs Chromium)
 #   make bench                step time, memory and bytes on the wire against the alternatives
 #
 # Another interpreter in another environment:  make test PYTHON=python3.12 VENV=.venv-312
@@ -17,9 +19,9 @@ EXTRAS  ?= test
 
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types pytest fuzz bench format clean
+.PHONY: demo test lint types pytest fuzz docs screenshots bench format clean
 
-demo: $(VENV)/.installed
+demo: $(VENV)/.installed-demo
 	$(BIN)/shardstep demo $(ARGS)
 
 test: lint types pytest
@@ -43,6 +45,12 @@ fuzz: $(VENV)/.installed-$(EXTRAS)
 	  SHARDSTEP_FUZZ_UNTIL=$$until $(BIN)/python -m pytest -q -n $(WORKERS) -m hypothesis --hypothesis-profile=fuzz $(ARGS) || exit 1; \
 	done; echo "== no counterexample in $$round rounds"
 
+docs: $(VENV)/.installed-docs
+	$(BIN)/mkdocs build --strict --quiet
+
+screenshots: $(VENV)/.installed-test $(VENV)/.installed-demo
+	$(BIN)/python docs/screenshots.py
+
 bench: $(VENV)/.installed-bench
 	$(BIN)/python benchmarks/core.py $(ARGS)
 
@@ -51,7 +59,7 @@ format: $(VENV)/.installed-$(EXTRAS)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
 
 # One stamp for each set of extras. A stamp is written last: an interrupted install is simply done again.
 $(BIN)/python:

@@ -29,6 +29,13 @@ def enormous():
     return mlp(2**34)
 
 
+def weights_sharded():
+    import shardstep
+
+    step, args = mlp()
+    return shardstep.shard(step, weights="sharded"), args
+
+
 def shapes():
     step, args = mlp()
     return step, jax.eval_shape(lambda: args)

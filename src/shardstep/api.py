@@ -144,10 +144,6 @@ class ShardedStep:
             lambda path, x: processes.join(x, f"batch{jax.tree_util.keystr(path)}", axis, mesh, names), part
         )
 
-    def on(self, mesh: Mesh) -> ShardedStep:
-        """The same step with the same settings on another mesh, all axes of which carry the batch."""
-        return shard(self.step, mesh, **self.settings)
-
     def take_apart(self, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Call:
         """The arguments as the step's program sees them."""
         return self._signature.take_apart(args, kwargs or {})

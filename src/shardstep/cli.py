@@ -51,6 +51,7 @@ EXPLAIN_EXAMPLES = """\
 examples:
   shardstep explain train.py:example                        8 simulated devices
   shardstep explain train.py:example --replicas 1024        a cluster you do not have
+  shardstep explain train.py:example --topology v5e:16x16   or a TPU pod, with predicted times
   shardstep explain train.py:example --html report.html     the same as a page
   shardstep explain mypackage.train:example --json | jq .state_bytes
 """
@@ -108,6 +109,9 @@ def parser() -> argparse.ArgumentParser:
     where = explain.add_mutually_exclusive_group()
     where.add_argument("--devices", type=positive, default=8, help="simulated CPU devices (default: %(default)s)")
     where.add_argument("--replicas", type=positive, help="plan for so many replicas, of which none need exist")
+    where.add_argument(
+        "--topology", metavar="NAME", help="plan for a machine: v5e:16x16, v5p:4x4x4, h200:8x8 (hosts x GPUs)"
+    )
     explain.add_argument("--all", action="store_true", help="every leaf and every collective, not groups of them")
     explain.add_argument("--json", action="store_true", help="the whole plan as JSON")
     explain.add_argument("--html", metavar="FILE", help="write the report as one HTML file")
@@ -130,10 +134,21 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run_explain(args: argparse.Namespace) -> int:
-    simulate_devices(args.replicas or args.devices)
+    simulate_devices(machine_size(args.topology) if args.topology else args.replicas or args.devices)
     from .commands.explain import explain
 
-    return explain(args.program, args.all, args.json, args.html)
+    return explain(args.program, args.topology, args.all, args.json, args.html)
+
+
+def machine_size(name: str) -> int:
+    from .commands.target import UsageError
+    from .errors import ShardstepError
+    from .topology import describe  # touches no devices
+
+    try:
+        return describe(name).replicas
+    except ShardstepError as error:
+        raise UsageError(str(error)) from error
 
 
 def run_check(args: argparse.Namespace) -> int:
@@ -147,7 +162,7 @@ def run_demo(args: argparse.Namespace) -> int:
     simulate_devices(args.devices)
     from .demo.run import demo  # after the devices are set: nothing before this line may touch them
 
-    return 0 if demo(args.steps) else 1
+    return 0 if demo(args.steps, args.model, args.optimizer, args.html) else 1
 
 
 def simulate_devices(count: int) -> None:

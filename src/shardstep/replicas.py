@@ -74,7 +74,8 @@ class Replicas:
         chosen = _by_cost(rings, columns[0]) if group is None else _grouped(rings, group)
         devices, axis_names = _devices(mesh, names, found, chosen.rings)
         first = columns[0][0]
-        widens = first.platform == "cpu"  # XLA's CPU backend sums 16-bit floats in float32: the rewritten step too
+        platform = first.platform if machine is None else topology.describe(machine).platform
+        widens = platform == "cpu"  # XLA's CPU backend sums 16-bit floats in float32: the rewritten step too
         machine_topology = topology.of_devices(columns[0], (r.ring for r in chosen.rings))
         if machine is not None:
             named = topology.describe(machine)

@@ -8,7 +8,6 @@ from jax.sharding import Mesh
 from rich.table import Table
 from rich.text import Text
 
-from ..api import ShardedStep, shard
 from ..check import Check
 from ..check import check as compare
 from ..errors import ShardstepError
@@ -24,8 +23,7 @@ def check(name: str, steps: int, tolerance: float) -> int:
     program = target.call(target.find(name))
     _needs_values(program)
     mesh = Mesh(np.asarray(jax.devices()), ("data",))
-    sharded = program.step.on(mesh) if isinstance(program.step, ShardedStep) else shard(program.step, mesh)
-    found = compare(sharded, *program.args, steps=steps)
+    found = compare(program.sharded(mesh), *program.args, steps=steps)
     console = console_for()
     console.print(differences(found, tolerance))
     agree = found.within(tolerance)

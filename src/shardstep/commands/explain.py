@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from ..api import ShardedStep, shard
+from ..api import ShardedStep
 from ..arguments import shape_of
 from ..errors import IndivisibleBatch
 from ..plan import Plan
@@ -23,14 +23,14 @@ from . import target
 Planned = tuple[Plan, list[str]]
 
 
-def explain(name: str, every: bool, as_json: bool, html: str | None) -> int:
-    """Plan the program `name` for all devices and show the plan."""
+def explain(name: str, topology: str | None, every: bool, as_json: bool, html: str | None) -> int:
+    """Plan the program `name` for all devices, taken for those of a topology if one is named, and show the plan."""
     with undisturbed():
-        plan, notes = plan_program(target.find(name), all_devices())
+        plan, notes = plan_program(target.find(name), all_devices(), topology)
     if html is not None:
         plan.to_html(html, title=name, notes=notes)
     if as_json:
-        print(json.dumps({"program": name, "notes": notes, **json.loads(plan.to_json())}, indent=1))
+        print(json.dumps({"program": name, **json.loads(plan.to_json()), "notes": [*plan.notes, *notes]}, indent=1))
         return 0
     console = console_for()
     for part in render(plan, every, notes):
@@ -58,18 +58,18 @@ def undisturbed() -> Iterator[None]:
             gc.enable()
 
 
-def plan_program(factory: Callable[[], Any], mesh: Mesh) -> Planned:
+def plan_program(factory: Callable[[], Any], mesh: Mesh, topology: str | None = None) -> Planned:
     """The plan, and what a reader should know about how it was made."""
     try:
-        return plan_for(target.shapes(factory), mesh)
+        return plan_for(target.shapes(factory), mesh, topology)
     except Exception as error:  # whatever it is, the program on real values has the last word
-        plan, notes = plan_for(target.call(factory), mesh)
+        plan, notes = plan_for(target.call(factory), mesh, topology)
         why = f"{type(error).__name__}: {error}".splitlines()[0][:100]
         return plan, [*notes, f"the factory does not run on shapes alone ({why}), so it was run for real"]
 
 
-def plan_for(program: target.Target, mesh: Mesh) -> Planned:
-    sharded = program.step.on(mesh) if isinstance(program.step, ShardedStep) else shard(program.step, mesh)
+def plan_for(program: target.Target, mesh: Mesh, topology: str | None = None) -> Planned:
+    sharded = program.sharded(mesh, topology)
     try:
         return sharded.plan(*program.args), []
     except IndivisibleBatch as error:

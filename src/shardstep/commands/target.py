@@ -9,15 +9,17 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
+from ..api import ShardedStep, shard
 from ..errors import ShardstepError
+from ..options import Options
 
 
 class UsageError(ShardstepError):
@@ -30,6 +32,13 @@ class Target:
 
     step: Callable[..., Any]
     args: tuple[Any, ...]
+
+    def sharded(self, mesh: Mesh, topology: str | None = None) -> ShardedStep:
+        """The step on this mesh, with the settings that the factory gave it."""
+        settings = self.step.settings if isinstance(self.step, ShardedStep) else {}
+        if topology is not None:
+            settings = {**settings, "options": replace(settings.get("options") or Options(), topology=topology)}
+        return shard(self.step.step if isinstance(self.step, ShardedStep) else self.step, mesh, **settings)
 
 
 def find(name: str) -> Callable[[], Any]:

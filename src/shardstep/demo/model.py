@@ -1,4 +1,4 @@
-"""A character transformer and AdamW, in plain JAX.
+"""A character transformer in plain JAX.
 
 This is the user's side of the demo: it knows nothing of replicas, meshes or shardings.
 """
@@ -22,17 +22,7 @@ class Config(NamedTuple):
     layers: int = 2
 
 
-class State(NamedTuple):
-    params: Params
-    mean: Params  # AdamW's first moment
-    square: Params  # and its second
-    step: jax.Array
-
-
-# --- model ----------------------------------------------------------------------------------------------------------
-
-
-def init(key: jax.Array, config: Config) -> State:
+def init(key: jax.Array, config: Config) -> Params:
     d = config.width
     keys = iter(jax.random.split(key, 3 + 4 * config.layers))
 
@@ -49,15 +39,13 @@ def init(key: jax.Array, config: Config) -> State:
             "down": dense(4 * d, d),
         }
 
-    params = {
+    return {
         "embedding": 0.02 * jax.random.normal(next(keys), (config.vocabulary, d)),
         "position": 0.02 * jax.random.normal(next(keys), (config.context, d)),
         "layers": [layer() for _ in range(config.layers)],
         "norm": jnp.ones(d),
         "unembedding": dense(d, config.vocabulary),
     }
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    return State(params, zeros, jax.tree.map(jnp.zeros_like, params), jnp.zeros((), jnp.int32))
 
 
 def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -86,28 +74,3 @@ def loss(params: Params, batch: dict[str, jax.Array], config: Config) -> jax.Arr
     log_probabilities = jax.nn.log_softmax(logits(params, batch["input"], config))
     chosen = jnp.take_along_axis(log_probabilities, batch["target"][..., None], axis=-1)
     return -jnp.mean(chosen)
-
-
-# --- optimizer and step ---------------------------------------------------------------------------------------------
-
-
-def adamw(state: State, grads: Params, rate: float, decay: float = 0.01, clip: float = 1.0) -> State:
-    """AdamW after clipping by the global norm."""
-    norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
-    grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, clip / norm), grads)
-    step = state.step + 1
-    mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state.mean, grads)
-    square = jax.tree.map(lambda v, g: 0.99 * v + 0.01 * g * g, state.square, grads)
-
-    def update(p: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
-        direction = (m / (1 - 0.9**step)) / (jnp.sqrt(v / (1 - 0.99**step)) + 1e-8)
-        return p - rate * (direction + decay * p)
-
-    return State(jax.tree.map(update, state.params, mean, square), mean, square, step)
-
-
-def train_step(
-    state: State, batch: dict[str, jax.Array], config: Config, rate: float = 1e-3
-) -> tuple[State, dict[str, jax.Array]]:
-    value, grads = jax.value_and_grad(loss)(state.params, batch, config)
-    return adamw(state, grads, rate), {"loss": value}

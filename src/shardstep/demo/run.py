@@ -1,4 +1,4 @@
-"""Train the demo model twice, step by step in turn: replicated under `jax.jit`, sharded under `shardstep.shard`."""
+"""Train a model twice, step by step in turn: replicated under `jax.jit`, sharded under `shardstep.shard`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib.resources import files
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -20,12 +21,28 @@ from rich.table import Table
 
 import shardstep
 
-from .model import Config, State, init, train_step
+from ..report.terminal import console_for
+from . import model, vision
+from .optimizers import named
 
 EXAMPLES_PER_REPLICA = 2
 TOLERANCE = 1e-3  # relative; what reassociated sums may drift over a demo's worth of steps
 
 Batch = dict[str, np.ndarray]
+
+
+class State(NamedTuple):
+    params: Any
+    optimizer: Any
+
+
+class Problem(NamedTuple):
+    """What is trained: how its weights begin, what is made small, and the examples."""
+
+    title: str
+    init: Callable[[jax.Array], Any]
+    loss: Callable[[Any, Any], jax.Array]
+    batches: Callable[[int], Iterator[Batch]]
 
 
 @dataclass
@@ -50,21 +67,52 @@ class Run:
         return 1e3 * statistics.median(self.seconds[1:] or self.seconds)
 
 
-def demo(steps: int) -> bool:
+def demo(steps: int, name: str = "transformer", optimizer: str = "adamw", html: str = "shardstep-demo.html") -> bool:
     """Run the demo; did the two trainings agree?"""
-    console = Console()
+    console = console_for()
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
-    tokens, config = load_text()
-    step = functools.partial(train_step, config=config)
+    problem = PROBLEMS[name]()
+    step, init = training(problem, optimizer)
     everywhere = NamedSharding(mesh, PartitionSpec())
+    sharded_step = shardstep.shard(step, mesh)
+    state = init(jax.random.key(0))
+    batches = problem.batches(EXAMPLES_PER_REPLICA * mesh.size)
+    plan = sharded_step.plan(state, next(batches))
+    plan.to_html(html, title=f"shardstep demo: {problem.title}, {optimizer}")
     plain, sharded = runs = (
-        Run("jax.jit", replicated(step, mesh), jax.device_put(init(jax.random.key(0), config), everywhere)),
-        Run("shardstep.shard", shardstep.shard(step, mesh), init(jax.random.key(0), config)),
+        Run("jax.jit", replicated(step, mesh), jax.device_put(state, everywhere)),
+        Run("shardstep.shard", sharded_step, init(jax.random.key(0))),
     )
-    describe(console, plain.state, mesh)
-    train(console, runs, batches(tokens, config, EXAMPLES_PER_REPLICA * mesh.size), steps)
+    describe(console, problem, optimizer, plain.state, mesh)
+    train(console, runs, batches, steps)
     console.print(summary(plain, sharded))
-    return verdict(console, plain, sharded)
+    agree = verdict(console, plain, sharded)
+    console.print(f"Report: {Path(html).resolve()}", soft_wrap=True)
+    console.print(plot(runs, Path(html).with_suffix(".png")), soft_wrap=True)
+    return agree
+
+
+def training(problem: Problem, optimizer: str) -> tuple[Callable[..., Any], Callable[[jax.Array], State]]:
+    """The training step as a user writes it, and how its state begins."""
+    chosen = named(optimizer)
+
+    def step(state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
+        loss, grads = jax.value_and_grad(problem.loss)(state.params, batch)
+        params, moments = chosen.update(grads, state.optimizer, state.params)
+        return State(params, moments), {"loss": loss}
+
+    def init(key: jax.Array) -> State:
+        params = problem.init(key)
+        return State(params, chosen.init(params))
+
+    return step, init
+
+
+def example() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """For `shardstep explain shardstep.demo.run:example`."""
+    problem = transformer()
+    step, init = training(problem, "adamw")
+    return step, (init(jax.random.key(0)), next(problem.batches(16)))
 
 
 def replicated(step: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
@@ -73,23 +121,40 @@ def replicated(step: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
     return jax.jit(step, in_shardings=(everywhere, by_example), out_shardings=everywhere, donate_argnums=0)
 
 
-# --- data -----------------------------------------------------------------------------------------------------------
+# --- what is trained ------------------------------------------------------------------------------------------------
 
 
-def load_text() -> tuple[np.ndarray, Config]:
+def transformer() -> Problem:
+    tokens, config = load_text()
+    return Problem(
+        "a character transformer",
+        functools.partial(model.init, config=config),
+        functools.partial(model.loss, config=config),
+        lambda size: windows(tokens, config, size),
+    )
+
+
+PROBLEMS: dict[str, Callable[[], Problem]] = {
+    "transformer": transformer,
+    "resnet": lambda: Problem("a small ResNet", vision.init_resnet, vision.resnet_loss, vision.pictures),
+    "mlp": lambda: Problem("a multilayer perceptron", vision.init_mlp, vision.mlp_loss, vision.pictures),
+}
+
+
+def load_text() -> tuple[np.ndarray, model.Config]:
     """The text as one long array of character numbers."""
     text = files(__package__).joinpath("text.txt").read_text(encoding="utf-8")
     characters, tokens = np.unique(list(text), return_inverse=True)
-    return tokens.astype(np.int32), Config(vocabulary=len(characters))
+    return tokens.astype(np.int32), model.Config(vocabulary=len(characters))
 
 
-def batches(tokens: np.ndarray, config: Config, size: int) -> Iterator[Batch]:
+def windows(tokens: np.ndarray, config: model.Config, size: int) -> Iterator[Batch]:
     """Random windows of the text; each target is the character that follows."""
     rng = np.random.default_rng(0)
     while True:
         starts = rng.integers(0, len(tokens) - config.context, size)
-        windows = tokens[starts[:, None] + np.arange(config.context + 1)]
-        yield {"input": windows[:, :-1], "target": windows[:, 1:]}
+        chosen = tokens[starts[:, None] + np.arange(config.context + 1)]
+        yield {"input": chosen[:, :-1], "target": chosen[:, 1:]}
 
 
 # --- the show -------------------------------------------------------------------------------------------------------
@@ -111,12 +176,31 @@ def train(console: Console, runs: tuple[Run, ...], data: Iterator[Batch], steps:
                 progress.update(task, advance=1, loss=run.losses[-1], ms=run.step_ms)
 
 
-def describe(console: Console, state: State, mesh: Mesh) -> None:
+def describe(console: Console, problem: Problem, optimizer: str, state: State, mesh: Mesh) -> None:
     count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     console.print(
-        f"A character transformer of {count:,} parameters with AdamW, on {mesh.size} simulated replicas of "
+        f"{problem.title.capitalize()} of {count:,} parameters with {optimizer}, on {mesh.size} simulated replicas of "
         f"{EXAMPLES_PER_REPLICA} examples each. The first step compiles."
     )
+
+
+def plot(runs: tuple[Run, ...], file: Path) -> str:
+    """Draw the losses, where there is something to draw with."""
+    try:
+        import matplotlib
+    except ImportError:
+        return "No plot of the losses: install matplotlib for that."
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for run, style in zip(runs, ("-", "--"), strict=True):
+        axes.plot(range(1, len(run.losses) + 1), run.losses, style, label=f"{run.name}, {run.step_ms:.0f} ms a step")
+    axes.set(xlabel="step", ylabel="loss", title="the same training, twice")
+    axes.legend()
+    figure.savefig(file, dpi=120)
+    plt.close(figure)
+    return f"Losses: {file.resolve()}"
 
 
 def summary(plain: Run, sharded: Run) -> Table:
@@ -127,7 +211,7 @@ def summary(plain: Run, sharded: Run) -> Table:
     table.add_row("loss at the last step", f"{plain.losses[-1]:.6f}", f"{sharded.losses[-1]:.6f}", "")
     before, after = plain.step_ms, sharded.step_ms
     table.add_row("median step", f"{before:.1f} ms", f"{after:.1f} ms", ratio(before, after))
-    for name, part in (("weights", lambda s: s.params), ("optimizer state", lambda s: (s.mean, s.square))):
+    for name, part in (("weights", lambda s: s.params), ("optimizer state", lambda s: s.optimizer)):
         before, after = (bytes_a_replica(part(run.state)) for run in (plain, sharded))
         table.add_row(f"{name} a replica", megabytes(before), megabytes(after), ratio(before, after))
     return table
@@ -155,4 +239,4 @@ def megabytes(count: float) -> str:
 
 
 def ratio(before: float, after: float) -> str:
-    return f"{before / after:.2f}x"
+    return f"{before / after:.2f}x" if after else ""

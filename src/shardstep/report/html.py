@@ -15,7 +15,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from ..timeline import PHASES
-from .summary import advice, array, count, groups, runs, short_line, size
+from .summary import advice, array, count, duration, groups, runs, short_line, size
 
 if TYPE_CHECKING:
     from ..plan import Plan, Total
@@ -28,7 +28,7 @@ def page(plan: Plan, title: str = "shardstep report", notes: Sequence[str] = ())
     """The whole report as HTML."""
     parts = {
         "title": escape(title),
-        "subtitle": escape(f"{plan.replicas} replicas; weights rest {plan.weights}: {plan.why_weights}"),
+        "subtitle": escape(f"{plan.topology}; weights rest {plan.weights}: {plan.why_weights}"),
         "footer": escape(f"made by shardstep {_version()}"),
         "css": _asset("page.css"),
         "js": _asset("page.js"),
@@ -53,7 +53,7 @@ def _embedded(data: dict[str, Any]) -> str:
 def _data(plan: Plan, notes: Sequence[str]) -> dict[str, Any]:
     return {
         "headline": headline(plan),
-        "notes": list(notes),
+        "notes": [*plan.notes, *notes],
         "memory": _memory(plan),
         "wire": [
             {"name": "replicated", "parts": _sent(plan.timeline_before)},
@@ -114,10 +114,15 @@ def headline(plan: Plan) -> list[dict[str, str]]:
         change = f"{total.ratio:.0%} of the replicated program's" if total.replicated else ""
         return {"name": name, "value": f"{size(total.replicated)} → {size(total.sharded)}", "change": change}
 
-    work = plan.update_flops
+    work, update, wire = plan.update_flops, plan.update_seconds, plan.wire_seconds
     return [
         card("state a replica", plan.state_bytes),
         card("sent by a replica in a step", plan.wire_bytes),
+        {
+            "name": "predicted update time",
+            "value": f"{duration(update.replicated)} → {duration(update.sharded)}",
+            "change": f"and on the wire {duration(wire.replicated)} → {duration(wire.sharded)}",
+        },
         {
             "name": "elements updated by a replica",
             "value": f"{count(work.replicated)} → {count(work.sharded)}",

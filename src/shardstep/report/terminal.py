@@ -10,7 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from .summary import advice, array, count, groups, runs, short_line, size
+from .summary import advice, array, count, duration, groups, runs, short_line, size
 
 if TYPE_CHECKING:
     from ..plan import Leaf, Plan, Total
@@ -30,7 +30,7 @@ def console_for() -> Console:
 def render(plan: Plan, every: bool = False, notes: Sequence[str] = ()) -> Iterator[RenderableType]:
     """The parts of the report, top to bottom."""
     yield headline(plan)
-    for note in notes:
+    for note in (*plan.notes, *notes):
         yield Text(f"Note: {note}", style="yellow")
     yield leaf_table(plan, every)
     yield collective_table(plan, every)
@@ -43,10 +43,16 @@ def headline(plan: Plan) -> Table:
         table.add_column(name, justify="left" if name.startswith("a replica") else "right")
     table.add_row("state", *_change(plan.state_bytes))
     table.add_row("sent on the wire", *_change(plan.wire_bytes))
+    times = plan.update_seconds, plan.wire_seconds
+    for name, t in zip(("predicted: update", "predicted: wire"), times, strict=True):
+        table.add_row(name, duration(t.replicated), duration(t.sharded), _factor(t))
     work = plan.update_flops
     table.add_row("update work", f"{count(work.replicated)} elements", f"{count(work.sharded)} elements", _factor(work))
     table.add_row("optimizer state that is sharded", "", f"{plan.auxiliary_share:.1%}", "")
-    table.caption = f"Weights rest {plan.weights}: {plan.why_weights}."
+    table.caption = (
+        f"Machine: {plan.topology}. State is shared by {plan.group} replicas: {plan.why_group}.\n"
+        f"Weights rest {plan.weights}: {plan.why_weights}."
+    )
     table.caption_justify = "left"
     return table
 

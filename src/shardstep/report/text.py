@@ -6,17 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .summary import array, size
+from .summary import array, duration, size
 
 if TYPE_CHECKING:
     from ..plan import Plan, Total
-
-
-def duration(seconds: float) -> str:
-    for unit, factor in (("s", 1), ("ms", 1e3), ("us", 1e6)):
-        if seconds * factor >= 1 or unit == "us":
-            return f"{seconds * factor:.3g} {unit}"
-    raise AssertionError
 
 
 def _change(total: Total) -> str:
