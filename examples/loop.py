@@ -71,6 +71,10 @@ def command_line(main: Callable[..., list[float]], name: str) -> None:
     if options.devices:
         jax.config.update("jax_num_cpu_devices", options.devices)
     losses = main(options.steps, plain=options.plain)
+    print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}")
     path = Path(f"{name}.png")
-    plot(losses, path)
-    print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}; plotted in {path}")
+    try:
+        plot(losses, path)
+        print(f"plotted in {path}")
+    except ModuleNotFoundError:
+        print("no plot: pip install matplotlib")

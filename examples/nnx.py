@@ -5,7 +5,6 @@ python examples/nnx.py
 
 from __future__ import annotations
 
-import jax
 import loop
 import optax
 from flax import nnx
@@ -45,7 +44,9 @@ def main(steps: int, plain: bool = False) -> list[float]:
     losses = loop.train(lambda batch: step(model, optimizer, metrics, batch), steps)
     print(f"accuracy over the run: {float(metrics.compute()['accuracy']):.3f}")  # the objects have the new values
     kernel = optimizer.opt_state[0].mu["hidden"]["kernel"].get_value()
-    print(f"the first moment of the hidden layer lies over {kernel.sharding.spec} on {jax.device_count()} devices")
+    print(
+        f"of the hidden layer's first moment, {kernel.shape}, a device holds {kernel.addressable_shards[0].data.shape}"
+    )
     return losses
 
 

@@ -11,6 +11,7 @@ import os
 import time
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("KERAS_BACKEND", "jax")
 
 import hypothesis
 import jax

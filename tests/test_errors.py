@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import io_callback
 from jax.sharding import Mesh
 from steps import adam_state, adam_step, batch, loss, mesh_of, update, weights
 
@@ -306,3 +308,76 @@ def test_an_error_leaves_the_step_usable():
     with refused(r"the batch is empty", state):
         sharded(state, batch(0, 0))
     sharded(state, batch())
+
+
+# -- what cannot be rewritten -----------------------------------------------------------------------------------------
+
+
+def in_the_update(act):
+    """A step whose momentum goes through `act`."""
+
+    def step(state, batch):
+        w, m = state
+        value, gradient = jax.value_and_grad(lambda w: jnp.mean((batch @ w) ** 2))(w)
+        m = act(0.9 * m + gradient)
+        return (w - 0.1 * m, m), value
+
+    return step
+
+
+def through_a_ref(m):
+    ref = jax.new_ref(m)
+    ref[...] = 2.0 * ref[...]
+    return ref[...]
+
+
+def through_a_ref_in_a_loop(m):
+    ref = jax.new_ref(m)
+
+    def body(i, carry):
+        ref[...] = 2.0 * ref[...]
+        return carry
+
+    jax.lax.fori_loop(0, 2, body, 0)
+    return ref[...]
+
+
+def through_io_callback(m):
+    return m + io_callback(lambda: np.float32(1), jax.ShapeDtypeStruct((), np.float32))
+
+
+def through_an_ordered_print(m):
+    jax.debug.print("{}", m.sum(), ordered=True)
+    return m
+
+
+def through_a_shard_map(m):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.PartitionSpec("data")
+    return jax.shard_map(lambda x: 2.0 * x, mesh=mesh, in_specs=rows, out_specs=rows)(m)
+
+
+@pytest.mark.parametrize(
+    "act, way_out",
+    [
+        (through_a_ref, "Pass its value in and return the new one"),
+        (through_a_ref_in_a_loop, "Pass its value in and return the new one"),
+        (through_io_callback, "use jax.debug.callback"),
+        (through_an_ordered_print, "Leave ordered=True out"),
+        (through_a_shard_map, "as a per-replica step"),
+    ],
+)
+def test_what_cannot_be_rewritten_names_the_line_and_the_way_out(act, way_out):
+    state = jnp.ones((64, 64)), jnp.zeros((64, 64))
+    with pytest.raises(ShardstepError, match=re.escape(way_out)) as caught:
+        shardstep.shard(in_the_update(act))(state, np.ones((16, 64), np.float32))
+    assert re.match(rf"\S*test_errors.py:\d+:\d+ \({act.__name__}", str(caught.value))
+
+
+def test_a_ref_among_the_arguments():
+    def step(w, seen, batch):
+        seen[...] += 1
+        return w - jax.grad(lambda w: jnp.mean((batch @ w) ** 2))(w)
+
+    with pytest.raises(ShardstepError, match=r"test_errors.py:\d+:\d+ \(\S*step\): .* mutable array"):
+        shardstep.shard(step)(jnp.ones((64, 64)), jax.new_ref(jnp.zeros(())), np.ones((16, 64), np.float32))

@@ -86,3 +86,15 @@ def test_the_quick_start_of_the_readme_runs_as_written():
     losses = space["losses"]
     assert losses[-1] < 0.5 * losses[0]
     assert not jax.tree.leaves(space["state"][1])[1].sharding.is_fully_replicated
+
+
+def test_the_guide_for_migrants_runs_as_written():
+    space = {}
+    for block in blocks("docs/migrate.md"):
+        exec(compile(block, "docs/migrate.md", "exec"), space)
+    same = {"rtol": 1e-5, "atol": 1e-6}
+    weights = np.asarray(space["before"][0]["w"])
+    np.testing.assert_allclose(np.asarray(space["after"][0]["w"]), weights, **same)
+    np.testing.assert_allclose(np.asarray(space["by_pmap"][0]["w"][0]), weights, **same)
+    np.testing.assert_allclose(np.asarray(space["by_shardstep"][0]["w"]), weights, **same)
+    assert any(leaf.role == "weight" and "split" in leaf.layout for leaf in space["plan"].leaves)

@@ -140,3 +140,8 @@ def refuse(program: Program) -> None:
                 f"{equation.line}: the step reads or writes a mutable array (jax.Ref). Pass its value in and return"
                 " the new one instead."
             )
+        if any("Ordered" in type(e).__name__ for e in equation.effects):
+            raise ShardstepError(
+                f"{equation.line}: {equation.primitive} asks for ordered effects, which JAX has on one device only."
+                " Leave ordered=True out: it still happens once, on the first replica."
+            )
