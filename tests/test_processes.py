@@ -52,6 +52,12 @@ def test_same_as_one_process(tmp_path, count, devices):
     assert_same(shardstep.restore(tmp_path / "saved", plan), state)
 
 
+def test_per_replica_steps_sharded_weights_groups_and_uneven_batches(tmp_path):
+    port = free_port()
+    with started([[WORKERS / "variants.py", port, 2, i, 2] for i in range(2)], tmp_path) as processes:
+        processes.succeed()
+
+
 # -- the example ------------------------------------------------------------------------------------------------------
 
 
