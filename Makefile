@@ -46,7 +46,7 @@ fuzz: $(VENV)/.installed-$(EXTRAS)
 	done; echo "== no counterexample in $$round rounds"
 
 docs: $(VENV)/.installed-docs
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 screenshots: $(VENV)/.installed-test $(VENV)/.installed-demo
 	$(BIN)/python docs/screenshots.py

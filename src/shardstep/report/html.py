@@ -111,24 +111,24 @@ def headline(plan: Plan) -> list[dict[str, str]]:
     """The figures that come first."""
 
     def card(name: str, total: Total) -> dict[str, str]:
-        change = f"{total.ratio:.0%} of the replicated program's" if total.replicated else ""
+        change = f"{total.ratio:.0%} of before" if total.replicated else ""
         return {"name": name, "value": f"{size(total.replicated)} → {size(total.sharded)}", "change": change}
 
     work, update, wire = plan.update_flops, plan.update_seconds, plan.wire_seconds
     return [
         card("state a replica", plan.state_bytes),
-        card("sent by a replica in a step", plan.wire_bytes),
+        card("sent in a step, a replica", plan.wire_bytes),
         {
             "name": "predicted update time",
             "value": f"{duration(update.replicated)} → {duration(update.sharded)}",
             "change": f"and on the wire {duration(wire.replicated)} → {duration(wire.sharded)}",
         },
         {
-            "name": "elements updated by a replica",
+            "name": "elements updated",
             "value": f"{count(work.replicated)} → {count(work.sharded)}",
-            "change": f"{work.ratio:.0%} of the replicated program's",
+            "change": f"{work.ratio:.0%} of before",
         },
-        {"name": "optimizer state that is sharded", "value": f"{plan.auxiliary_share:.1%}", "change": ""},
+        {"name": "optimizer state sharded", "value": f"{plan.auxiliary_share:.1%}", "change": ""},
     ]
 
 

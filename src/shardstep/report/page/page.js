@@ -62,7 +62,7 @@ function stacked(id, bars) {
     showarrow: false, xanchor: "left", xshift: 4,
   }));
   const widest = Math.max(...totals.map((t) => t.x), 1);
-  const more = { barmode: "stack", showlegend: true, legend: { orientation: "h", y: -0.05, traceorder: "normal" }, annotations: totals };
+  const more = { barmode: "stack", uniformtext: { minsize: 10, mode: "hide" }, showlegend: true, legend: { orientation: "h", y: -0.05, traceorder: "normal" }, annotations: totals };
   const made = layout(210, more);
   made.xaxis.range = [0, widest * 1.25];
   return Plotly.react(id, traces, made, CONFIG);
