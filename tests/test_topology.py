@@ -16,6 +16,8 @@ from steps import OPTIMIZER, assert_same
 
 import shardstep
 from shardstep.errors import ShardstepError
+from shardstep.layout import REPLICATED, Array, Axis, Split, fits
+from shardstep.placement import split_layout
 from shardstep.replicas import choose_group
 from shardstep.topology import Arrangement, arrange, collective_time, describe
 
@@ -133,6 +135,42 @@ def test_between_hosts_the_network_rules():
 
 def test_one_replica_sends_nothing():
     assert describe("cpu:1").time("all-reduce", 1e9) == 0
+
+
+# -- where leaves are cut -----------------------------------------------------------------------------------------
+
+
+TORUS = (Axis(("y",), 4), Axis(("x",), 4))
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((2048, 2048), (1, 1)),  # blocks of 2048 x 128: whole tiles
+        ((1024, 1024), (0, 1)),  # 1024 / 16 would cut tiles of 128
+        ((2048, 1000), (0, 0)),
+        ((3, 3, 512, 512), (2, 3)),
+        ((3, 3, 64, 64), (None, 2)),  # a further cut would only fill up tiles: along y it rests replicated
+        ((4096,), (0, 0)),
+        ((512,), (None, 0)),
+        ((50257, 1024), (1, 1)),  # tiles half empty, but a plain array at rest
+        ((50257, 512), ("padded 0", 1)),  # a quarter of the memory for a thousandth of padding
+        ((3, 5), (None, None)),
+    ],
+)
+def test_tiles_stay_whole(shape, expected):
+    found = split_layout(Array(shape, jnp.dtype("float32")), TORUS, (True, True), tiled=True)
+    placed = found or (REPLICATED, REPLICATED)
+    dims = [(f"padded {p.dim}" if p.extent else p.dim) if isinstance(p, Split) else None for p in placed]
+    assert tuple(dims) == expected
+
+
+def test_axes_take_dimensions_of_their_own():
+    """Off the TPU: the inner axis on the first dimension that divides, an outer one on another if it can."""
+    hosts = (Axis(("hosts",), 4), Axis(("device",), 8))
+    for shape, expected in {(64, 64): (1, 0), (64, 3): (0, 0), (3, 64): (1, 1)}.items():
+        found = split_layout(Array(shape, jnp.dtype("float32")), hosts, (True, True))
+        assert tuple(p.dim for p in found) == expected and fits(shape, found, hosts)
 
 
 # -- several data axes, executed: eight CPU devices as a torus -----------------------------------------------------

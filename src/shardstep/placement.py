@@ -56,16 +56,17 @@ def _own_dimensions(shape: tuple[int, ...], axes: tuple[Axis, ...], sharded: lis
     return found
 
 
-_PADDED = 2.0  # a padded leaf is no plain array at rest: only for half the memory
+_PADDED = 2.0  # a padded leaf is no plain array at rest: only for half the memory,
+_WASTE = 1.1  # and only where little of it is padding
 
 
 def _whole_tiles(shape: tuple[int, ...], axes: tuple[Axis, ...], sharded: list[int]) -> dict[int, Placement]:
     """The TPU's memory has tiles of 8 (or 16) x 128: a block that cuts one is filled up and shifted about.
 
-    Axis by axis, the dimension whose blocks take the least memory, tiles filled up; of equals the last dimension, then
-    the first ones. (Measured with libtpu: so cut, scatters and gathers compile without fix-ups. Inner axes come first,
-    because they are scattered first, and the scatter of a whole leaf wants the last dimension.) An axis that would save
-    no memory is left out: along it, the leaf rests replicated.
+    Axis by axis, the dimension whose blocks take the least memory, tiles filled up; of equals one that cuts no tile,
+    the last dimension before the first ones. (Measured with libtpu: so cut, scatters and gathers compile without
+    fix-ups. Inner axes come first, because they are scattered first, and the scatter of a whole leaf wants the last
+    dimension.) An axis that would save no memory is left out: along it, the leaf rests replicated.
     """
     found: dict[int, Placement] = {}
     local = shape
@@ -74,13 +75,19 @@ def _whole_tiles(shape: tuple[int, ...], axes: tuple[Axis, ...], sharded: list[i
         taken = {p.dim for p in found.values() if isinstance(p, Split)}
         splits = [cut(local, d, n) for d in range(len(shape)) if divides(local, Split(d), n) or d not in taken]
         closed = {p.dim for p in found.values() if isinstance(p, Split) and p.extent}  # nothing nests in padding
-        splits = [s for s in splits if local[s.dim] > 1 and s.dim not in closed]
+        splits = [s for s in splits if s.extent <= _WASTE * local[s.dim] and s.dim not in closed]
         memory = {s: filled(local_shape(local, s, n)) * (_PADDED if s.extent else 1) for s in splits}
-        best = min(splits, key=lambda s: (memory[s], (s.dim + 1) % len(shape)), default=None)
+        ragged = {s: _cuts_tiles(local_shape(local, s, n), s.dim) for s in splits}
+        best = min(splits, key=lambda s: (memory[s], ragged[s], (s.dim + 1) % len(shape)), default=None)
         if best is not None and memory[best] < filled(local):
             found[k] = best
             local = local_shape(local, best, n)
     return found
+
+
+def _cuts_tiles(block: tuple[int, ...], dim: int) -> bool:
+    from_last = len(block) - 1 - dim
+    return from_last < 2 and block[dim] % TILE[1 - from_last] != 0
 
 
 def filled(shape: tuple[int, ...]) -> int:
