@@ -1,5 +1,6 @@
 """The command line, as a user meets it."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -166,7 +167,8 @@ def test_ten_thousand_leaves_take_ten_seconds_beyond_tracing():
         plan, _ = explaining.plan_for(target.Target(step, args), explaining.all_devices())
         taken = time.process_time() - start - traced
     assert len(plan.leaves) == 10_001
-    assert taken < 10.0, f"{taken:.1f} s beyond the {traced:.1f} s of tracing"
+    limit = 10.0 * max(1.0, traced / 3.5)  # ten seconds where nothing else runs: there, tracing takes 3.5
+    assert taken < limit, f"{taken:.1f} s beyond the {traced:.1f} s of tracing"
 
 
 # -- check --------------------------------------------------------------------------------------------------------
@@ -249,8 +251,11 @@ def test_demo_trains_both_ways_and_agrees(tmp_path):
     assert "optimizer state a replica" in shown
     assert "Same losses" in shown
     assert str(report) in shown and report.read_text().startswith("<!doctype html>")
-    picture = report.with_suffix(".png")
-    assert str(picture) in shown and picture.read_bytes().startswith(b"\x89PNG")
+    if importlib.util.find_spec("matplotlib") is None:
+        assert "install matplotlib" in shown
+    else:
+        picture = report.with_suffix(".png")
+        assert str(picture) in shown and picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
