@@ -97,6 +97,26 @@ def test_a_context_mesh(mesh, placed, expected):
         assert_sharded(shardstep.shard(step_with(), mesh)(start(), batch()), expected)
 
 
+@pytest.mark.parametrize("mesh", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+def test_what_comes_back_can_be_computed_with(mesh):
+    """JAX refuses to mix arrays of Explicit and Auto meshes, so a step returns what its user works with."""
+
+    def step(w, m, x):
+        value, gradient = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        m = 0.9 * m + gradient
+        return w - 0.1 * m, m, value
+
+    w, x = jax.random.normal(jax.random.key(0), (97, 131)), np.ones((32, 97), np.float32)  # 8 divides neither
+    evaluate = jax.jit(lambda w, x: (x @ w).mean())
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, P("data"))
+        weight, moment, value = shardstep.shard(step)(jnp.asarray(w), jnp.zeros_like(w), placed)
+        assert isinstance(moment, shardstep.Padded)
+        found = evaluate(weight, placed), value + 1, (2.0 * moment).sum()
+    weight, moment, value = jax.jit(step)(w, jnp.zeros_like(w), x)
+    np.testing.assert_allclose(found, (evaluate(weight, x), value + 1, (2.0 * moment).sum()), rtol=1e-4)
+
+
 def test_a_context_mesh_that_is_not_the_steps_own(expected):
     pairs = jax.make_mesh((4, 2), ("a", "b"))
     with jax.set_mesh(pairs):

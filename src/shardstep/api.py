@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from . import engines, interpreter, processes, shardings
+from . import engines, interpreter, meshes, processes, shardings
 from .arguments import Call, Signature, as_tuple, shape_of
 from .batch import Batch
 from .capture import Captured, capture, refuse, uses_axis
@@ -42,7 +41,7 @@ def shard(
 
     Args:
         step: the training step, unchanged: `(state, batch) -> (state, metrics)` in any order, jitted or not.
-        mesh: where it runs; all devices on one axis `"data"` if None.
+        mesh: where it runs; if None, that of `jax.set_mesh` around the call, else all devices on one axis `"data"`.
         axis: the mesh axis or axes that carry the batch; all of them if None.
         batch_argnums, batch_argnames: the arguments that hold the examples, where they cannot be found by themselves.
         batch_axis: the dimension that holds the examples, one for all or one per batch argument.
@@ -59,7 +58,7 @@ def shard(
     if weights not in ("auto", "replicated", "sharded"):
         raise ShardstepError(f"weights={weights!r}: choose 'replicated', 'sharded' or 'auto'")
     if mesh is None:
-        mesh = Mesh(np.asarray(jax.devices()), ("data",))
+        mesh = meshes.around() or Mesh(np.asarray(jax.devices()), ("data",))
     signature = Signature.of(step, static_argnums, static_argnames)
     batch = Batch(
         None if batch_argnums is None else as_tuple(batch_argnums, int),
@@ -157,12 +156,13 @@ class ShardedStep:
         call = self._signature.take_apart(args, kwargs)
         others = self.replicas.others
         kept = tuple(shardings.kept(leaf, others) for leaf in call.leaves) if others else ()
-        key = call.key(), kept
+        typed = meshes.explicit(self.replicas.user_mesh)
+        key = call.key(), kept, typed
         program = self._programs.get(key)
         if program is None:
             program = self._programs[key] = self._rewrite(args, kwargs)
             # shard_map returns weakly typed state as strongly typed: the next call is the same program all the same
-            self._programs[call.key(strong=program.captured.weak), kept] = program
+            self._programs[call.key(strong=program.captured.weak), kept, typed] = program
         if program.captured.call.traced != call.traced:
             call = self._signature.take_apart(args, kwargs, numbers_static=True)
         return program, call
@@ -217,9 +217,12 @@ class Rewritten:
             Resting(path, NamedSharding(self.mesh, spec), self._held(array.shape, layout))
             for path, spec, array, layout in zip(captured.paths, resting, inputs, decided.inputs, strict=True)
         ]
-        kept: list[Any] = [None] * len(outs)
+        # what comes back is of the user's own kind: on his mesh if that is Explicit, and along his axes as it came
+        theirs = meshes.typed_copy(self.mesh, replicas.user_mesh)
+        out_specs = list(outs)
         for i, o in captured.state.items():
-            kept[o] = self.rests[i].sharding if captured.kept[i] else None
+            out_specs[o] = self.rests[i].sharding.spec
+        returning = theirs or (self.mesh if any(captured.kept) else None)
         self.padded_outputs = [
             o
             for o, (atom, layout) in enumerate(zip(captured.program.outputs, decided.outputs, strict=True))
@@ -243,7 +246,7 @@ class Rewritten:
                 check_vma=options.check,
             ),
             donate_argnums=self.donated,
-            out_shardings=tuple(kept) if any(captured.kept) else None,
+            out_shardings=returning and tuple(NamedSharding(returning, spec) for spec in out_specs),
         )
 
     @staticmethod
@@ -260,12 +263,6 @@ class Rewritten:
         """The shape of the array that holds a padded value; None: its own."""
         held = padded_shape(shape, layout)
         return held if held != shape else None
-
-    @property
-    def _context(self) -> contextlib.AbstractContextManager[None]:
-        """Under our own mesh where `jax.set_mesh` has another one around us, which shard_map would refuse."""
-        outside = jax.sharding.get_abstract_mesh()
-        return contextlib.nullcontext() if outside.empty else shardings.within(self.mesh.abstract_mesh)
 
     @functools.cached_property
     def plan(self) -> Plan:
@@ -287,10 +284,11 @@ class Rewritten:
         if not self._agreed:  # once: a mistake shows on the first call, and later calls should not pay
             processes.check_agreement(leaves, [rest.sharding for rest in self.rests], self.captured.paths)
             self._agreed = True
-        return place(leaves, self.rests, self.donated)
+        with meshes.within(self.mesh.abstract_mesh):
+            return place(leaves, self.rests, self.donated)
 
     def __call__(self, arrays: Sequence[Any]) -> Any:
-        with self._context:
+        with meshes.within(self.mesh.abstract_mesh):
             outputs = list(self._run(*arrays, *self.constants))
         for o in self.padded_outputs:
             outputs[o] = returned(outputs[o], self.captured.program.outputs[o].array.shape)
@@ -303,7 +301,7 @@ class Rewritten:
             shapes.append(jax.ShapeDtypeStruct(rest.held or shape, dtype, sharding=rest.sharding))
         everywhere = NamedSharding(self.mesh, PartitionSpec())
         constants = [jax.ShapeDtypeStruct(*shape_of(value), sharding=everywhere) for value in self.constant_values]
-        with self._context:
+        with meshes.within(self.mesh.abstract_mesh):
             return self._run.lower(*shapes, *constants)
 
 

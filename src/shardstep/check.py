@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -68,7 +69,7 @@ def check(step: Callable[..., Any], *args: Any, steps: int = 3, **kwargs: Any) -
     sharded = step if isinstance(step, ShardedStep) else shard(step)
     program, call = sharded.program(args, kwargs)
     plain = _plain(sharded, program)
-    ours, theirs = list(call.leaves), list(call.leaves)
+    ours, theirs = [_copy(x) for x in call.leaves], list(call.leaves)  # what is in place already would be donated
     for _ in range(steps):
         out = jax.tree.leaves(program(program.place(ours)))
         reference = plain(theirs)
@@ -103,6 +104,10 @@ def _plain(sharded: ShardedStep, program: Rewritten) -> Callable[[list[Any]], li
 
     run = jax.jit(jax.shard_map(one_replica, mesh=mesh, in_specs=tuple(ins), out_specs=outs, check_vma=False))
     return lambda leaves: run(*map(whole, leaves))
+
+
+def _copy(x: Any) -> Any:
+    return jnp.copy(x) if isinstance(x, jax.Array) else copy.copy(x)
 
 
 def _is_data(x: jax.Array) -> bool:

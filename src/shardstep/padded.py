@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from . import compat
+from .meshes import untied
 
 
 class Padded:
@@ -60,7 +61,8 @@ class Padded:
         return False
 
     def __jax_array__(self) -> jax.Array:
-        return jax.device_put(self.data[tuple(slice(size) for size in self.shape)], self.sharding)
+        with untied(self.data) as data:
+            return jax.device_put(data[tuple(slice(size) for size in self.shape)], self.sharding)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         whole = np.asarray(self.data)[tuple(slice(size) for size in self.shape)]

@@ -1,18 +1,16 @@
 """What the user's own shardings say.
 
 shardstep takes the data axes of the mesh. How state lies along other axes (tensor parallelism by annotation) is the
-user's: it is read from the arguments' NamedShardings, kept at rest, and left to XLA inside the step. Meshes with
-Explicit axes make shardings part of the types, which matters while a step is traced and when the rewritten one is run.
+user's: it is read from the arguments' NamedShardings, kept at rest, and left to XLA inside the step.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .padded import Padded
 from .program import Atom, Program, Var
@@ -106,32 +104,3 @@ def in_parts(
         return act(*arrays)
     specs = [PartitionSpec(*(entry or None for entry in mine)) for mine in kept]
     return jax.shard_map(lambda *xs: list(act(*xs)), in_specs=tuple(specs), out_specs=specs, axis_names=names)(*arrays)
-
-
-# -- meshes ------------------------------------------------------------------------------------------------------------
-
-
-def auto(mesh: Any) -> Any:
-    """The same mesh with Auto axes: ordinary code on arrays of an Explicit mesh raises sharding errors."""
-    types = (AxisType.Auto,) * len(mesh.axis_names)
-    if isinstance(mesh, AbstractMesh):
-        return mesh.update_axis_types(dict(zip(mesh.axis_names, types, strict=True)))
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
-
-
-def explicit(mesh: Mesh) -> AbstractMesh | None:
-    """The mesh whose shardings are part of the types: that of the context, or else the step's own."""
-    for found in (jax.sharding.get_abstract_mesh(), mesh.abstract_mesh):
-        if AxisType.Explicit in found.axis_types:
-            return found
-    return None
-
-
-@contextlib.contextmanager
-def within(mesh: AbstractMesh) -> Iterator[None]:
-    """Under this mesh, whatever `jax.set_mesh` says around it."""
-    if jax.sharding.get_abstract_mesh() == mesh:
-        yield
-    else:
-        with jax.sharding.use_abstract_mesh(mesh):
-            yield

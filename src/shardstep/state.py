@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 
 from .arguments import shape_of
 from .errors import ShardstepError
+from .meshes import untyped
 from .padded import Padded
 from .processes import is_local, lay_out
 
@@ -44,7 +45,8 @@ def place(leaves: Sequence[Any], rests: Sequence[Resting], donated: Container[in
         elif i in donated and seen[id(x)] > 1:
             placed[i] = jnp.copy(x)  # the same array elsewhere among the arguments: only a copy may be given away
     if moving:
-        sources = [_own(leaves[i]) if i in donated else _strong(leaves[i]) for i in moving]
+        untied = [untyped(leaves[i], rests[i].sharding.mesh) for i in moving]
+        sources = [_own(x) if i in donated else _strong(x) for i, x in zip(moving, untied, strict=True)]
         for i, x in zip(moving, lay_out(sources, [rests[i].sharding for i in moving]), strict=True):
             placed[i] = x
     return placed
@@ -60,7 +62,7 @@ def _arrays_alike(x: Any, rest: Resting) -> Any:
     held = rest.held or x.shape
     if isinstance(x, jax.core.Tracer):
         return fitted(x, x.shape, held)
-    array = x.data if isinstance(x, Padded) else x
+    array = untyped(x.data if isinstance(x, Padded) else x, rest.sharding.mesh)
     if isinstance(array, jax.Array) and _computes_on(array, rest.sharding):
         return _fit(array, x.shape, held, rest.sharding)
     return np.pad(np.asarray(x), [(0, new - old) for old, new in zip(x.shape, held, strict=True)])

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from . import shardings
+from . import meshes
 from .arguments import Argument, Call, Constant, abstract, is_array, shape_of
 from .errors import ShardstepError
 
@@ -58,15 +58,15 @@ def trace(
     Where shardings are types (Explicit axes), the step is read as ordinary code first. One that speaks of shardings
     itself (`reshard`, `out_sharding=`) cannot be, and is read as `jax.jit` would read it.
     """
-    typed = shardings.explicit(mesh) if mesh is not None and axis_name is None else None
+    typed = meshes.explicit(mesh) if mesh is not None and axis_name is None else None
     if typed is None:
         return _trace(step, call, axis_name, replicas, batch)
     try:
-        with shardings.within(shardings.auto(typed)):
+        with meshes.within(meshes.auto(typed)):
             return _trace(step, call)
     except Exception as ordinary:
         try:
-            with shardings.within(typed):
+            with meshes.within(typed, always=True):
                 return _trace(step, call, typed=typed)
         except Exception as error:
             if type(error) is type(ordinary):
