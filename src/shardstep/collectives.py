@@ -112,9 +112,9 @@ def moves(source: Layout, target: Layout) -> Iterator[Move]:
     """The conversion as single moves, in an order in which every step is a layout.
 
     Axes that split the same dimension nest in mesh order, so an outer axis cannot be gathered under an inner one:
-    inner splits are undone first and made again last. Otherwise inner axes, whose links are the faster ones, are split
-    first and gathered last, when there is most to carry. What is to be split is split before anything else is reduced:
-    an all-reduce of a shard is cheaper than one of the whole.
+    inner splits are undone first and made again last. Otherwise the last dimension is scattered first and gathered last
+    (what `placement.py` counts on). What is to be split is split before anything else is reduced: an all-reduce of a
+    shard is cheaper than one of the whole.
     """
     current = list(source)
     undone: list[int] = []
@@ -140,11 +140,11 @@ def _inside_of_change(current: list[Placement], target: Layout, k: int) -> bool:
 
 
 def _nested(axes: list[int], layout: Sequence[Placement], outer_first: bool) -> Iterator[int]:
-    """Axes that share a dimension from the outside in (or from the inside out); of the rest, the opposite way."""
+    """Axes that share a dimension from the outside in (or from the inside out); the last dimension first (or last)."""
     dims, left = [_dims(p) for p in layout], sorted(axes)
     while left:
         free = [k for k in left if not any(dims[j] & dims[k] and (j < k if outer_first else j > k) for j in left)]
-        chosen = free[-1] if outer_first else free[0]
+        chosen = (max if outer_first else min)(free, key=lambda k: (max(dims[k]), k))
         left.remove(chosen)
         yield chosen
 
