@@ -68,11 +68,30 @@ def test_explain_plans_for_replicas_that_do_not_exist():
 
 
 def test_explain_plans_for_a_machine_that_one_does_not_have():
-    done = run("explain", f"{PROGRAMS}:mlp", "--topology", "v5e:4x4", "--json")
+    done = run("explain", f"{PROGRAMS}:mlp", "--topology", "v5e:4x4", "--no-compile", "--json")
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
     assert plan["replicas"] == 16 and "TPU v5" in plan["topology"]
     assert 0 < plan["update_seconds"]["sharded"] < plan["update_seconds"]["replicated"]
+
+
+@pytest.mark.tpu
+@pytest.mark.slow
+def test_the_tpu_compiler_is_asked_where_it_is_installed():
+    pytest.importorskip("libtpu")
+    done = run("explain", f"{PROGRAMS}:mlp", "--topology", "v5e:2x2", "--json")
+    assert done.returncode == 0, done.stderr
+    found = {c["program"]: c for c in json.loads(done.stdout)["compiled"]}
+    assert list(found) == ["replicated", "ZeRO-1 by hand", "shardstep"]
+    assert all(c["cycles"] > 0 for c in found.values())
+    assert found["shardstep"]["argument_bytes"] < found["replicated"]["argument_bytes"]
+
+
+def test_a_batch_that_does_not_divide_is_planned_larger_and_said_so():
+    done = run("explain", f"{PROGRAMS}:mlp", "--replicas", "12", "--json")
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    assert plan["notes"] == ["planned for a batch of 24 examples: 12 replicas do not share 16 evenly"]
 
 
 def test_an_unknown_machine_is_one_message(main):
@@ -121,7 +140,7 @@ def test_json_is_the_plan(main):
 
     step, args = programs.mlp()
     plan = json.loads(shardstep.shard(step).plan(*args).to_json())
-    assert {k: v for k, v in shown.items() if k != "program"} == plan
+    assert {k: v for k, v in shown.items() if k not in ("program", "compiled")} == plan
     assert plan["auxiliary_share"] == 2 * 16384 / (2 * 16384 + 4)  # all but the counter
     assert [s["what"] for s in plan["timeline"]][:2] == ["forward", "backward"]
 
@@ -164,7 +183,7 @@ def test_ten_thousand_leaves_take_ten_seconds_beyond_tracing():
     traced = time.process_time() - start
     with explaining.undisturbed():
         start = time.process_time()
-        plan, _ = explaining.plan_for(target.Target(step, args), explaining.all_devices())
+        plan = explaining.plan_for(target.Target(step, args), explaining.all_devices()).plan
         taken = time.process_time() - start - traced
     assert len(plan.leaves) == 10_001
     limit = 10.0 * max(1.0, traced / 3.5)  # ten seconds where nothing else runs: there, tracing takes 3.5

@@ -8,6 +8,7 @@ asks for its simulated devices before anything else; importing the library never
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -112,6 +113,7 @@ def parser() -> argparse.ArgumentParser:
     where.add_argument(
         "--topology", metavar="NAME", help="plan for a machine: v5e:16x16, v5p:4x4x4, h200:8x8 (hosts x GPUs)"
     )
+    explain.add_argument("--no-compile", action="store_true", help="do not ask the TPU compiler, if it is installed")
     explain.add_argument("--all", action="store_true", help="every leaf and every collective, not groups of them")
     explain.add_argument("--json", action="store_true", help="the whole plan as JSON")
     explain.add_argument("--html", metavar="FILE", help="write the report as one HTML file")
@@ -134,10 +136,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run_explain(args: argparse.Namespace) -> int:
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # read when libtpu is loaded: there is no TPU to ask about
     simulate_devices(machine_size(args.topology) if args.topology else args.replicas or args.devices)
     from .commands.explain import explain
 
-    return explain(args.program, args.topology, args.all, args.json, args.html)
+    return explain(args.program, args.topology, args.all, args.json, args.html, not args.no_compile)
 
 
 def machine_size(name: str) -> int:
