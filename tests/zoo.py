@@ -827,7 +827,8 @@ def ema_and_masters(batch: int = 8) -> Program:
 
     def step(state, batch):
         def loss_fn(weights):
-            return cross_entropy(mlp(weights, batch["x"].astype(jnp.bfloat16)), batch["label"])
+            # a kink would make two right runs differ: bf16 rounds activations across it
+            return cross_entropy(mlp(weights, batch["x"].astype(jnp.bfloat16), jnp.tanh), batch["label"])
 
         loss, grads = jax.value_and_grad(loss_fn)(state["weights"])
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
