@@ -256,3 +256,10 @@ def test_a_leaf_without_a_free_dimension_says_so():
     (bias,) = [leaf for leaf in plan.leaves if leaf.path.endswith(".mu['b']")]
     assert bias.layout == "replicated, model on 0"
     assert "[128] has no dimension that is free (model on 0) to split" in bias.reason
+
+
+def test_a_step_left_to_xla_needs_auto_axes():
+    left_to_xla = shardstep.Options(engine="annotate")
+    assert shardstep.shard(step_with(), AUTO, options=left_to_xla).plan(start(), batch())
+    with pytest.raises(shardstep.ShardstepError, match="needs a mesh with Auto axes"):
+        shardstep.shard(step_with(), EXPLICIT, options=left_to_xla).plan(start(), batch())

@@ -34,13 +34,15 @@ def sent(schedule: Schedule) -> float:
     return sum(c.total for c in schedule.collectives)
 
 
-def choose(asked: str, axis_name: str | None, uneven: bool, ours: float, replicated: float, annotated: float) -> Choice:
+def choose(
+    asked: str, axis_name: str | None, uneven: bool, explicit: bool, ours: float, replicated: float, annotated: float
+) -> Choice:
     """Which engine runs the step, given what a replica would send: rewritten, replicated, left to XLA.
 
-    `uneven`: the replicas do not divide the batch.
+    `uneven`: the replicas do not divide the batch. `explicit`: shardings are part of the types around the step.
     """
     if asked == "annotate":
-        _check_annotates(axis_name, uneven)
+        _check_annotates(axis_name, uneven, explicit)
     if asked != "auto":
         return Choice(asked, "as asked")
     if ours <= ENOUGH * replicated + 1024:
@@ -48,6 +50,8 @@ def choose(asked: str, axis_name: str | None, uneven: bool, ours: float, replica
     more = f"rewritten, the step sends {size(ours)}, {ours / replicated:.2f} times as much as replicated"
     if axis_name is not None:
         return Choice("rewrite", f"{more}; XLA cannot partition a per-replica step")
+    if explicit:
+        return Choice("rewrite", f"{more}; on a mesh with Explicit axes XLA leaves the partition to the step")
     if ours <= ENOUGH * annotated or uneven:
         return Choice("rewrite", f"{more}; left to XLA it would not send less")
     return Choice("annotate", f"{more}; left to XLA it should send {size(annotated)}")
@@ -63,7 +67,12 @@ def estimate(baseline: Schedule, rewritten: Schedule, weights: Iterable[Array], 
     return sent(baseline) + gathered + sum(f.bytes for f in rewritten.fallbacks)
 
 
-def _check_annotates(axis_name: str | None, uneven: bool) -> None:
+def _check_annotates(axis_name: str | None, uneven: bool, explicit: bool) -> None:
+    if explicit:
+        raise ShardstepError(
+            "engine='annotate' needs a mesh with Auto axes, which XLA partitions: jax.make_mesh(..., axis_types=...),"
+            " and no jax.set_mesh with Explicit axes around the call. Or leave engine='rewrite'."
+        )
     if axis_name is not None:
         raise ShardstepError(
             f"engine='annotate' with axis_name={axis_name!r}: XLA can partition a step for the whole batch, not one for"

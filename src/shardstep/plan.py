@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from . import engines, initial
+from . import engines, initial, meshes
 from .capture import Captured
 from .errors import ShardstepError
 from .fusing import bucket_bytes, fuse
@@ -254,7 +254,8 @@ def _with_engine(
     left_to_xla = engines.estimate(baseline, rested, updated, replicas.count)
     uneven = any(is_padded(p) for i in captured.batch for p in rested.inputs[i])
     ours, theirs = engines.sent(rested), engines.sent(baseline)
-    choice = engines.choose(options.engine, captured.axis_name, uneven, ours, theirs, left_to_xla)
+    typed = meshes.explicit(replicas.user_mesh) is not None
+    choice = engines.choose(options.engine, captured.axis_name, uneven, typed, ours, theirs, left_to_xla)
     inputs, outputs = rested.inputs, rested.outputs
     if choice.engine == "annotate":
         everywhere, ours = whole(rested.axes), left_to_xla
