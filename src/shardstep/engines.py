@@ -35,7 +35,13 @@ def sent(schedule: Schedule) -> float:
 
 
 def choose(
-    asked: str, axis_name: str | None, uneven: bool, explicit: bool, ours: float, replicated: float, annotated: float
+    asked: str,
+    axis_name: str | None,
+    uneven: bool,
+    ours: float,
+    replicated: float,
+    annotated: float,
+    explicit: bool = False,
 ) -> Choice:
     """Which engine runs the step, given what a replica would send: rewritten, replicated, left to XLA.
 

@@ -255,7 +255,7 @@ def _with_engine(
     uneven = any(is_padded(p) for i in captured.batch for p in rested.inputs[i])
     ours, theirs = engines.sent(rested), engines.sent(baseline)
     typed = meshes.explicit(replicas.user_mesh) is not None
-    choice = engines.choose(options.engine, captured.axis_name, uneven, typed, ours, theirs, left_to_xla)
+    choice = engines.choose(options.engine, captured.axis_name, uneven, ours, theirs, left_to_xla, typed)
     inputs, outputs = rested.inputs, rested.outputs
     if choice.engine == "annotate":
         everywhere, ours = whole(rested.axes), left_to_xla
