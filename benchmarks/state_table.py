@@ -9,10 +9,13 @@ the same shapes) is created with `plan.init`, and what a replica's device holds 
 from __future__ import annotations
 
 import collections
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh
 
 import shardstep
@@ -21,24 +24,43 @@ from shardstep.plan import Leaf, Plan
 from shardstep.report.summary import size
 
 CREATED, PLANNED = (7, 8, 12), (256,)
+ADAM = optax.adamw(1e-3)
 
 
 def gpt2(layers: int) -> model.Config:
     return model.Config(vocabulary=50257, context=1024, width=768, heads=12, layers=layers)
 
 
+class State(NamedTuple):
+    params: Any
+    moments: Any
+
+
+def create(config: model.Config) -> State:
+    params = model.init(jax.random.key(0), config)
+    return State(params, ADAM.init(params))
+
+
+def training(config: model.Config) -> Callable[..., tuple[State, jax.Array]]:
+    def step(state: State, batch: Any) -> tuple[State, jax.Array]:
+        loss, grads = jax.value_and_grad(model.loss)(state.params, batch, config)
+        updates, moments = ADAM.update(grads, state.moments, state.params)
+        return State(optax.apply_updates(state.params, updates), moments), loss
+
+    return step
+
+
 def plan_for(replicas: int, layers: int) -> Plan:
     config = gpt2(layers)
-    state = jax.eval_shape(lambda: model.init(jax.random.key(0), config))
     tokens = jax.ShapeDtypeStruct((replicas, config.context), jnp.int32)
     mesh = Mesh(np.asarray(jax.devices()[:replicas]), ("data",))
-    step = shardstep.shard(model.train_step, mesh, static_argnames="config", weights="replicated")
-    return step.plan(state, {"input": tokens, "target": tokens}, config=config)
+    step = shardstep.shard(training(config), mesh, weights="replicated")
+    return step.plan(jax.eval_shape(lambda: create(config)), {"input": tokens, "target": tokens})
 
 
 def held_bytes(plan: Plan) -> dict[str, int]:
     """What the device of replica 0 holds of each leaf, when the state has been created."""
-    state = plan.init(lambda: model.init(jax.random.key(0), gpt2(1)))
+    state = plan.init(create, gpt2(1))
     paths = [leaf.path for leaf in plan.leaves if leaf.role in ("weight", "auxiliary", "frozen")]
     arrays = jax.tree.leaves(state)
     return {path: x.addressable_shards[0].data.nbytes for path, x in zip(paths, arrays, strict=True)}
@@ -46,7 +68,7 @@ def held_bytes(plan: Plan) -> dict[str, int]:
 
 def kinds(plan: Plan) -> dict[str, Leaf]:
     """One leaf of the optimizer's state for each shape."""
-    return {str(list(leaf.shape)): leaf for leaf in plan.leaves if leaf.path.startswith("state.mean")}
+    return {str(list(leaf.shape)): leaf for leaf in plan.leaves if ".mu" in leaf.path}
 
 
 def padding(leaf: Leaf) -> str:

@@ -292,12 +292,11 @@ def test_a_padded_leaf_copied_and_pickled(leaf):
 @pytest.mark.parametrize("replicas", [7, 8])
 def test_odd_vocabularies_are_sharded(replicas):
     """GPT-2 small's shapes (vocabulary 50257, width 768): no dimension divides by 7."""
-    from shardstep.demo import model
+    import state_table
 
-    config = model.Config(vocabulary=50257, context=64, width=768, heads=12, layers=1)
-    state = jax.eval_shape(lambda: model.init(jax.random.key(0), config))
+    config = state_table.gpt2(layers=1)
     tokens = jax.ShapeDtypeStruct((replicas, config.context), jnp.int32)
-    step = shardstep.shard(model.train_step, mesh_of(replicas), static_argnames="config")
-    plan = step.plan(state, {"input": tokens, "target": tokens}, config=config)
+    step = shardstep.shard(state_table.training(config), mesh_of(replicas))
+    plan = step.plan(jax.eval_shape(lambda: state_table.create(config)), {"input": tokens, "target": tokens})
     assert plan.auxiliary_share > 0.995
     assert plan.wire_bytes.ratio < 1.005  # the padding travels
