@@ -255,18 +255,24 @@ class Forward:
         axis = self.axes[k]
         same = tuple(equation.inputs.index(a) for a in equation.inputs)  # x * x converts x once
 
-        def score(decision: Decision) -> tuple[float, float]:
+        def yields(decision: Decision) -> bool:
+            """Do the examples give way to split state? (An embedding split by features would gather all tokens.)"""
+            pairs = [(home[0], target) for home, target in zip(held, decision.operands, strict=True)]
+            gives_way = any(is_batch(home) and not is_batch(target) for home, target in pairs)
+            return gives_way and any(isinstance(t, Split) and not is_batch(t) for _, t in pairs)
+
+        def score(decision: Decision) -> tuple[bool, float, float]:
             targets = dict.fromkeys(zip(same, decision.operands, strict=True))
             moved = sum(min(cost(p, target, site.inputs[i], axis) for p in held[i]) for i, target in targets) + sum(
                 demand.future(placement, array, axis)
                 for demand, placement, array in zip(demands, decision.results, site.outputs, strict=True)
             )
-            return moved, work(site, decision)
+            return yields(decision), moved, work(site, decision)
 
-        best, best_score = None, (math.inf, math.inf)
+        best, best_score = None, (True, math.inf, math.inf)
         for placements in combinations(options):
             for decision in offers(site, placements):
-                if (found := score(decision)) < best_score:
+                if (found := score(decision)) < best_score and math.isfinite(found[1]):
                     best, best_score = decision, found
         if best is None:
             best = replicate(site)
