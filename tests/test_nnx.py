@@ -220,3 +220,32 @@ def test_errors_name_the_users_arguments(mesh):
 def test_importing_shardstep_imports_no_framework():
     code = "import sys, shardstep; assert not {'flax', 'keras', 'optax', 'torch'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class Odd(nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.hidden = nnx.Linear(67, 129, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.out = nnx.Linear(129, 67, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.dropout(jnp.tanh(self.hidden(x))))
+
+
+def test_objects_are_born_sharded():
+    def create(seed):
+        model = Odd(rngs=nnx.Rngs(seed))
+        return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+
+    @shardstep.nnx.shard
+    def step(model, optimizer, x):
+        loss, gradients = nnx.value_and_grad(lambda model: jnp.mean((model(x) - x) ** 2))(model)
+        optimizer.update(model, gradients)
+        return loss
+
+    shapes = nnx.eval_shape(lambda: create(0))
+    model, optimizer = step.plan(*shapes, jax.ShapeDtypeStruct((16, 67), jnp.float32)).init(create, 0)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(model, nnx.Param), nnx.state(create(0)[0], nnx.Param))
+    assert any(isinstance(x, shardstep.Padded) for x in jax.tree.leaves(nnx.state(optimizer)))
+    losses = [float(step(model, optimizer, jnp.ones((16, 67)))) for _ in range(3)]
+    assert losses[2] < losses[0]

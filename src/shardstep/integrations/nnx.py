@@ -10,6 +10,7 @@ removes or shares come back too.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
@@ -66,7 +67,8 @@ class NnxStep:
         """What would be done for these arguments; nothing is run."""
         with nnx.update_context(_TAG):
             sharded, args, kwargs = self._pure(args, kwargs)
-            return sharded.plan(*args, **kwargs)
+            plan = sharded.plan(*args, **kwargs)
+        return NnxPlan(**{field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)})
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """The rewritten step, lowered for arguments of these shapes."""
@@ -85,6 +87,22 @@ class NnxStep:
             sharded = self._sharded[structure] = api.shard(pure, self._mesh, **self._options)
         args, kwargs = _with_states((args, kwargs), _apart(state, len(objects)))
         return sharded, args, kwargs
+
+
+class NnxPlan(Plan):
+    """A plan whose `init` creates NNX objects: the step's object arguments, in their order."""
+
+    def init(self, create_state: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        found: dict[str, Any] = {}
+
+        def pure(*args: Any, **kwargs: Any) -> Any:
+            tree, objects = _take_out(create_state(*args, **kwargs))
+            found["structure"], state = nnx.split(objects)
+            return _with_states(tree, _apart(state, len(objects)))
+
+        born = super().init(pure, *args, **kwargs)
+        marked = [x for x in jax.tree.leaves(born, is_leaf=_is_marker) if _is_marker(x)]
+        return _put_back(born, nnx.merge(found["structure"], _joined(x.state for x in marked)))
 
 
 def _pure_step(step: Callable[..., Any], structure: Any) -> Callable[..., Any]:
