@@ -22,7 +22,8 @@ PROGRAMS = HERE / "programs.py"
 
 def run(*args, timeout=300, **more):
     """In a process of its own, where devices are not settled yet."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+    settled = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES", "COLUMNS")  # xdist tells its workers how wide they are
+    environment = {k: v for k, v in os.environ.items() if k not in settled}
     return subprocess.run(
         [sys.executable, "-m", "shardstep", *args],
         capture_output=True,
