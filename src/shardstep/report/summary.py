@@ -93,7 +93,7 @@ def runs(collectives: Sequence[Collective]) -> list[Run]:
 
 
 def short_line(line: str) -> str:
-    """`train.py:31 (loss)` of `/home/me/train.py:31:4 (loss.<locals>.f)`."""
+    """`train.py:31 (loss)` of `path/to/train.py:31:4 (loss.<locals>.f)`."""
     place = re.match(r"(?:.*[/\\])?([^/\\:]+):(\d+)(?::\d+)?(?: \((.*)\))?$", line)
     if not place:
         return line
