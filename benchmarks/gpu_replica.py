@@ -1,6 +1,7 @@
 """One replica of many on one GPU: what a replica's own work costs, replicated, ZeRO-1 by hand, shardstep.
 
     python benchmarks/gpu_replica.py --out results/gpu          # one GPU, about seven minutes
+    python benchmarks/gpu_replica.py --claim --out results/gpu  # SGD and momentum: does Adam cost what they cost?
     python benchmarks/gpu_replica.py --smoke --out /tmp/smoke   # tiny sizes on simulated CPU devices
 
 `jax_mock_gpu_topology` lets one GPU compile and run the program of one replica out of N. Its collectives are mocked:
@@ -29,7 +30,8 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-GROUPS = [("six", 8), ("six", 64), ("transformer", 8), ("transformer", 64)]
+ADAM = [("six", 8, "adam"), ("six", 64, "adam"), ("transformer", 8, "adam"), ("transformer", 64, "adam")]
+CLAIM = [("six", 8, "sgd"), ("six", 8, "momentum"), ("transformer", 8, "sgd"), ("transformer", 8, "momentum")]
 
 
 # --- the parent: one process for each workload and replica count ----------------------------------------------------
@@ -39,16 +41,16 @@ def main() -> None:
     args = parse()
     args.out.mkdir(parents=True, exist_ok=True)
     if args.group:
-        workload, replicas = args.group.split(":")
-        child(workload, int(replicas), args)
+        workload, replicas, optimizer = args.group.split(":")
+        child(workload, int(replicas), optimizer, args)
         return
     started, results = time.monotonic(), []
-    groups = [group for group in GROUPS if args.only in (None, group[0])]
-    for i, (workload, replicas) in enumerate(groups):
+    groups = [group for group in (CLAIM if args.claim else ADAM) if args.only in (None, group[0])]
+    for i, (workload, replicas, optimizer) in enumerate(groups):
         left = args.deadline - (time.monotonic() - started)
         # what is left is shared out, but a transformer compiles longer than six matrices do
         limit = left if i == len(groups) - 1 else left * (0.3 if workload == "six" else 0.6)
-        results.append(in_process(workload, replicas, args, limit))
+        results.append(in_process(workload, replicas, optimizer, args, limit))
         (args.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
         print(table(results[-1]), flush=True)
     pack(args.out)
@@ -61,19 +63,20 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=5, help="steps of a variant in each round")
     parser.add_argument("--only", choices=("six", "transformer"))
+    parser.add_argument("--claim", action="store_true", help="SGD and momentum instead of Adam, one replica of 8")
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--group", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def in_process(workload: str, replicas: int, args: argparse.Namespace, limit: float) -> dict[str, Any]:
+def in_process(workload: str, replicas: int, optimizer: str, args: argparse.Namespace, limit: float) -> dict[str, Any]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent / "src"), str(HERE)])}
     # without this flag compilation waits for replicas that do not exist
     environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_shard_autotuning=false".strip()
     if args.smoke:
         environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    command = [sys.executable, __file__, *sys.argv[1:], "--group", f"{workload}:{replicas}"]
-    found = args.out / f"{workload}-{replicas}.json"
+    command = [sys.executable, __file__, *sys.argv[1:], "--group", f"{workload}:{replicas}:{optimizer}"]
+    found = args.out / f"{workload}-{replicas}-{optimizer}.json"
     failure, started = "", time.monotonic()
     try:
         done = subprocess.run(command, env=environment, timeout=max(limit, 20), stderr=subprocess.PIPE, text=True)
@@ -81,7 +84,8 @@ def in_process(workload: str, replicas: int, args: argparse.Namespace, limit: fl
     except subprocess.TimeoutExpired as error:
         text = error.stderr.decode(errors="replace") if isinstance(error.stderr, bytes) else str(error.stderr)
         failure = f"stopped after {limit:.0f} s; {text[-2000:]}"
-    result = json.loads(found.read_text()) if found.exists() else {"workload": workload, "replicas": replicas}
+    what = {"workload": workload, "replicas": replicas, "optimizer": optimizer}
+    result = json.loads(found.read_text()) if found.exists() else what
     found.unlink(missing_ok=True)
     return {**result, "failure": failure, "seconds": round(time.monotonic() - started, 1)}
 
@@ -95,7 +99,9 @@ def pack(out: Path) -> None:
 
 
 def table(result: dict[str, Any]) -> str:
-    lines = [f"{result['workload']}, one replica of {result['replicas']} ({result['seconds']} s)"]
+    lines = [
+        f"{result['workload']}, {result['optimizer']}, one replica of {result['replicas']} ({result['seconds']} s)"
+    ]
     for name, m in result.get("variants", {}).items():
         if "failure" in m:
             lines.append(f"  {name:22s} {m['failure'][:200]}")
@@ -117,13 +123,14 @@ def table(result: dict[str, Any]) -> str:
 class Workload:
     step: Callable[..., Any]  # (params, moments), batch -> (params, moments), loss
     params: Any  # shapes
+    moments: Any  # shapes
     batch: Any  # shapes, of the whole batch
 
 
-def child(name: str, replicas: int, args: argparse.Namespace) -> None:
+def child(name: str, replicas: int, optimizer: str, args: argparse.Namespace) -> None:
     import jax
 
-    found = args.out / f"{name}-{replicas}.json"
+    found = args.out / f"{name}-{replicas}-{optimizer}.json"
     if args.smoke:
         replicas = min(replicas, 8)
         jax.config.update("jax_num_cpu_devices", replicas)
@@ -133,10 +140,11 @@ def child(name: str, replicas: int, args: argparse.Namespace) -> None:
 
     assert len(jax.devices()) == replicas, jax.devices()
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()), ("data",))
-    workload = (six if name == "six" else transformer)(replicas, args.smoke)
+    workload = (six if name == "six" else transformer)(replicas, optimizer, args.smoke)
     result: dict[str, Any] = {
         "workload": name,
         "replicas": replicas,
+        "optimizer": optimizer,
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
         "parameters": sum(x.size for x in jax.tree.leaves(workload.params)),
@@ -153,7 +161,7 @@ def child(name: str, replicas: int, args: argparse.Namespace) -> None:
             step, shardings, batch = build(workload, mesh)
             compiled, measured = inspect(step, workload, shardings, batch)
             measured["compile_s"] = round(time.monotonic() - started, 1)
-            (args.out / f"{name}-{replicas}-{variant}.hlo").write_text(compiled.as_text())
+            (args.out / f"{name}-{replicas}-{optimizer}-{variant}.hlo").write_text(compiled.as_text())
             result["variants"][variant] = measured
             save()
             running[variant] = Run.start(called(compiled, variant), workload, shardings, batch)
@@ -182,7 +190,7 @@ def inspect(step: Any, workload: Workload, shardings: Any, batch: Any) -> tuple[
     from hlo import collectives, counts, wire_bytes
 
     compiled = step.lower(
-        shaped((workload.params, moments(workload)), shardings), shaped(workload.batch, batch)
+        shaped((workload.params, workload.moments), shardings), shaped(workload.batch, batch)
     ).compile()
     memory = compiled.memory_analysis()
     found = collectives(compiled.as_text())
@@ -209,7 +217,7 @@ class Run:
     def start(cls, step: Any, workload: Workload, shardings: Any, batch: Any) -> Run:
         import jax
 
-        run = cls(step, fill((workload.params, moments(workload)), shardings), examples(workload.batch, batch))
+        run = cls(step, fill((workload.params, workload.moments), shardings), examples(workload.batch, batch))
         for _ in range(3):
             run.state, _ = run.step(run.state, run.batch)
         jax.block_until_ready(run.state)
@@ -271,35 +279,26 @@ def shaped(shapes: Any, shardings: Any) -> Any:
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
 
-def optimizer() -> Any:
-    import optax
-
-    return optax.adam(1e-4)
-
-
-def moments(workload: Workload) -> Any:
-    import jax
-
-    return jax.eval_shape(optimizer().init, workload.params)
-
-
 # --- workloads ------------------------------------------------------------------------------------------------------
 
 
-def training(loss: Callable[..., Any]) -> Callable[..., Any]:
+def training(loss: Callable[..., Any], params: Any, name: str, batch: Any) -> Workload:
     import jax
     import optax
+
+    optimizers = {"adam": optax.adam(1e-4), "sgd": optax.sgd(1e-4), "momentum": optax.sgd(1e-4, momentum=0.9)}
+    optimizer = optimizers[name]
 
     def step(state: Any, batch: Any) -> Any:
         params, moments = state
         value, grads = jax.value_and_grad(loss)(params, batch)
-        updates, moments = optimizer().update(grads, moments, params)
+        updates, moments = optimizer.update(grads, moments, params)
         return (optax.apply_updates(params, updates), moments), value
 
-    return step
+    return Workload(step, params, jax.eval_shape(optimizer.init, params), batch)
 
 
-def six(replicas: int, smoke: bool) -> Workload:
+def six(replicas: int, optimizer: str, smoke: bool) -> Workload:
     """Six 8192x8192 weights, bf16 products, 16 examples a replica: almost nothing but weight update."""
     import jax
     import jax.numpy as jnp
@@ -312,10 +311,10 @@ def six(replicas: int, smoke: bool) -> Workload:
         return jnp.mean(x.astype(jnp.float32) ** 2)
 
     params = [jax.ShapeDtypeStruct((width, width), jnp.float32)] * 6
-    return Workload(training(loss), params, jax.ShapeDtypeStruct((16 * replicas, width), jnp.float32))
+    return training(loss, params, optimizer, jax.ShapeDtypeStruct((16 * replicas, width), jnp.float32))
 
 
-def transformer(replicas: int, smoke: bool) -> Workload:
+def transformer(replicas: int, optimizer: str, smoke: bool) -> Workload:
     """A Flax transformer of 1.3 billion parameters, f32 weights, bf16 compute; two sequences of 1024 a replica."""
     import flax.linen as nn
     import jax
@@ -352,7 +351,7 @@ def transformer(replicas: int, smoke: bool) -> Workload:
     tokens = jax.ShapeDtypeStruct((2 * replicas, length + 1), jnp.int32)
     one = jax.ShapeDtypeStruct((1, length), jnp.int32)
     params = jax.eval_shape(model.init, jax.random.key(0), one)["params"]
-    return Workload(training(loss), params, tokens)
+    return training(loss, params, optimizer, tokens)
 
 
 # --- variants: the step, how its state rests, how its batch lies ----------------------------------------------------
@@ -362,7 +361,7 @@ def replicated(workload: Workload, mesh: Any) -> tuple[Any, Any, Any]:
     import jax
 
     everywhere, by_example = named(mesh), named(mesh, "data")
-    state = jax.tree.map(lambda _: everywhere, (workload.params, moments(workload)))
+    state = jax.tree.map(lambda _: everywhere, (workload.params, workload.moments))
     step = jax.jit(workload.step, in_shardings=(state, by_example), out_shardings=(state, everywhere), donate_argnums=0)
     return step, state, by_example
 
@@ -376,7 +375,7 @@ def zero1(workload: Workload, mesh: Any) -> tuple[Any, Any, Any]:
         return named(mesh) if found is None else named(mesh, *[None] * found, "data")
 
     everywhere, by_example = named(mesh), named(mesh, "data")
-    state = (jax.tree.map(lambda _: everywhere, workload.params), jax.tree.map(rest, moments(workload)))
+    state = (jax.tree.map(lambda _: everywhere, workload.params), jax.tree.map(rest, workload.moments))
     step = jax.jit(workload.step, in_shardings=(state, by_example), out_shardings=(state, everywhere), donate_argnums=0)
     return step, state, by_example
 
@@ -386,7 +385,7 @@ def sharded(weights: str) -> Callable[..., Any]:
         import shardstep
 
         step = shardstep.shard(workload.step, mesh, weights=weights, batch_argnums=1)
-        plan = step.plan((workload.params, moments(workload)), workload.batch)
+        plan = step.plan((workload.params, workload.moments), workload.batch)
         (state, batch), _ = plan.shardings
         return step, state, batch
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import jax
@@ -72,6 +73,11 @@ class Call:
         if strong:
             signatures = tuple((*s[:2], s[2] and i not in strong) for i, s in enumerate(signatures))
         return self.treedef, self.traced, self.statics, self.static_arguments, signatures
+
+    def is_like(self, other: Call) -> bool:
+        """Is everything the same that does not depend on single arrays?"""
+        mine = self.treedef, self.traced, self.statics, self.static_arguments
+        return mine == (other.treedef, other.traced, other.statics, other.static_arguments)
 
     def rebuild(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) for the step, with other arrays in the arrays' places."""
@@ -147,13 +153,9 @@ class Signature:
                 keywords[name] = value
         leaves, treedef = jax.tree.flatten((tuple(dynamic), keywords))
         traced = _traced(leaves, (dynamic, keywords), numbers_static)
-        return Call(
-            treedef,
-            tuple(leaf for leaf, t in zip(leaves, traced, strict=True) if t),
-            traced,
-            tuple(Constant(leaf) for leaf, t in zip(leaves, traced, strict=True) if not t),
-            tuple(statics),
-        )
+        arrays = tuple(compress(leaves, traced))
+        constants = tuple(Constant(x) for x, t in zip(leaves, traced, strict=True) if not t) if not all(traced) else ()
+        return Call(treedef, arrays, traced, constants, tuple(statics))
 
     def describe(self, call: Call) -> tuple[list[Argument], list[str]]:
         """The arguments of a call and the path of each array leaf, in the user's words."""
@@ -188,7 +190,7 @@ def call_length(call: Call) -> int:
 def _traced(
     leaves: Sequence[Any], arguments: tuple[list[Any], dict[str, Any]], numbers_static: bool
 ) -> tuple[bool, ...]:
-    if all(map(is_array, leaves)):
+    if all(issubclass(kind, _ARRAYS) for kind in set(map(type, leaves))) or all(map(is_array, leaves)):
         return (True,) * len(leaves)
     found: list[bool] = []
     for argument in [*arguments[0], *(arguments[1][k] for k in sorted(arguments[1]))]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from .arguments import Argument, Call, Constant, Signature
+from .arguments import Argument, Call, Constant, Signature, abstract
 from .batch import Batch, check_divisible, check_not_empty, infer_batch, named_batch
 from .errors import ShardstepError
 from .matching import match_state
@@ -25,7 +25,7 @@ class Captured:
     """A step as data: its program, and what its inputs and outputs are."""
 
     program: Program
-    call: Call
+    call: Call  # its leaves are shapes
     arguments: tuple[Argument, ...]
     paths: tuple[str, ...]  # of the inputs
     out_tree: Any
@@ -104,7 +104,7 @@ def _capture(
     check_not_empty(call, paths, examples)
     return Captured(
         program=program,
-        call=call,
+        call=replace(call, leaves=tuple(map(abstract, call.leaves))),  # a step keeps nobody's arrays alive
         arguments=tuple(arguments),
         paths=tuple(paths),
         out_tree=traced.out_tree,

@@ -3,6 +3,8 @@
 f(split, split)          -> split         one split rules them all; replicated operands are sliced (free)
 f(batch split, split)    -> batch split   the state yields
 linear(partial)          -> partial       sum_i f(x_i) = f(sum_i x_i)
+partial + replicated     -> reduce first, where that sends no more: a large term among small ones costs their last bits
+widening cast(partial)   -> reduce first, where that sends no more: it is smaller before
 nonlinear(partial)       -> reduce first
 """
 
@@ -38,11 +40,17 @@ def elementwise(linear: Linearity | None = None) -> Rule:
         ]
         if offers:
             return offers
+        reduced = Decision((REPLICATED,) * len(placements), (REPLICATED,) * results)
         if linear and partials(placements) and (operands := linear(site, placements)):
-            return [Decision(operands, (partials(placements)[0],) * results)]
-        return [Decision((REPLICATED,) * len(placements), (REPLICATED,) * results)]
+            deferred = Decision(operands, (partials(placements)[0],) * results)
+            return [reduced, deferred] if operands != placements or _widens(site) else [deferred]
+        return [reduced]
 
     return rule
+
+
+def _widens(site: Site) -> bool:
+    return site.outputs[0].dtype.itemsize > site.inputs[0].dtype.itemsize
 
 
 def _jointly(site: Site, placements: tuple[Placement, ...]) -> tuple[Placement, ...] | None:
