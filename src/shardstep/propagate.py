@@ -39,7 +39,7 @@ from .program import Atom, Equation, Literal, Program, Var
 from .rules import Decision, Site, control_flow, microbatches, replicate, rule_for
 from .rules.core import speaks_of_replicas
 from .schedule import NOTHING, Bundle, Demand, Fallback, Ruling, Schedule, Step, Transfer
-from .situations import Conversion, Forms, Outcome, Situation, Situations, Wanted
+from .situations import Conversion, Forms, Outcome, Situation, Situations, Wanted, carry_examples
 
 _DRAW = compat.primitive("random_bits")
 
@@ -150,7 +150,14 @@ class Forward:
         seen: Sequence[Layout] = (),
     ) -> Schedule:
         """Schedule the body of a loop or branch. `seen`: the layouts in which readers see the first inputs first."""
-        return schedule(program, self.axes, inputs, outputs, outside, raw=True, seen=seen, known=self.known)
+        placements = [p for layout in (*inputs, *outputs, *seen) for p in layout or ()]
+        placements += [s for demands in outside or () for demand in demands for s in demand.splits]
+        given = tuple(inputs), tuple(outputs), None if outside is None else tuple(outside), tuple(seen)
+        situation = (program, *given, carry_examples(placements))
+        if situation not in self.known.bodies:
+            decided = schedule(program, self.axes, inputs, outputs, outside, raw=True, seen=seen, known=self.known)
+            self.known.bodies[situation] = decided
+        return self.known.bodies[situation]
 
     # -- one equation ---------------------------------------------------------------------------------------------
 

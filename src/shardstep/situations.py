@@ -9,13 +9,13 @@ it arises again: a program of ten thousand leaves takes as many decisions as one
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .collectives import layout_cost
 from .layout import Array, Axis, Layout, Partial, Placement, Split
-from .schedule import Demand, Ruling
+from .schedule import Demand, Ruling, Schedule
 
 Situation = tuple[Any, ...]
 
@@ -87,12 +87,13 @@ class Situations:
         self.outcomes: dict[Situation, Outcome] = {}  # of the forward walk
         self.requests: dict[Situation, tuple[tuple[int, Wanted], ...]] = {}  # of the backward walk, by operand
         self.answers: dict[Any, Any] = {}  # of the rules, to the questions of the backward walk
+        self.bodies: dict[Situation, Schedule] = {}  # of loops and branches; each walk round a loop comes by again
         self._wanted: dict[Any, Wanted] = {}
         self._joined: dict[tuple[Wanted, Wanted], Wanted] = {}
         self._forms: dict[Any, Forms] = {}
 
     def wanted(self, demands: tuple[Demand, ...], several: bool = False) -> Wanted:
-        examples = _examples(s for demand in demands for s in demand.splits)
+        examples = carry_examples(s for demand in demands for s in demand.splits)
         return self._wanted.setdefault((demands, examples, several), Wanted(demands, several))
 
     def both(self, first: Wanted, then: Wanted) -> Wanted:
@@ -105,7 +106,7 @@ class Situations:
 
     def forms(self, held: Sequence[Layout], present: Sequence[Layout], wanted: Wanted) -> Forms:
         held, present = tuple(dict.fromkeys(held)), tuple(present)
-        key = held, present, _examples(p for layout in held + present for p in layout), wanted
+        key = held, present, carry_examples(p for layout in held + present for p in layout), wanted
         return self._forms.setdefault(key, Forms(held, present, wanted))
 
     def added(self, forms: Forms, layout: Layout) -> Forms:
@@ -113,6 +114,6 @@ class Situations:
         return self.forms((*forms.held, layout), (*forms.present, layout), forms.wanted)
 
 
-def _examples(placements: Iterator[Placement]) -> tuple[bool, ...]:
+def carry_examples(placements: Iterable[Placement]) -> tuple[bool, ...]:
     """Which splits carry the examples: equality leaves it out, decisions do not."""
     return tuple([p.batch for p in placements if isinstance(p, Split)])
