@@ -179,16 +179,15 @@ def test_what_cannot_be_looked_at_is_one_message(main, command, name, status, me
 def test_ten_thousand_leaves_take_ten_seconds_beyond_tracing():
     step, args = programs.many_leaves()
     assert len(jax.tree.leaves(args)) == 10_001
-    start = time.process_time()
-    jax.make_jaxpr(step)(*args)
-    traced = time.process_time() - start
     with explaining.undisturbed():
+        start = time.process_time()
+        jax.make_jaxpr(step)(*args)
+        traced = time.process_time() - start
         start = time.process_time()
         plan = explaining.plan_for(target.Target(step, args), explaining.all_devices()).plan
         taken = time.process_time() - start - traced
     assert len(plan.leaves) == 10_001
-    limit = 10.0 * max(1.0, traced / 3.5)  # ten seconds where nothing else runs: there, tracing takes 3.5
-    assert taken < limit, f"{taken:.1f} s beyond the {traced:.1f} s of tracing"
+    assert taken < 10.0, f"{taken:.1f} s beyond the {traced:.1f} s of tracing"
 
 
 # -- check --------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import pickle
 
 import jax
 import jax.numpy as jnp
+import programs
 import pytest
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec
 from steps import adam_state, adam_step, assert_same, batch, loss, mesh_of, weights
 
 import shardstep
+from shardstep.propagate import Forward
 from shardstep.rules import Decision
 from shardstep.rules.core import splits
 
@@ -326,3 +328,51 @@ def test_a_rule_can_be_taught():
     assert plan.fallbacks == ()
     assert not [c for c in plan.collectives if c.shape == (24, 96)]
     assert_same(sharded(adam_state(), batch()), jax.jit(step)(adam_state(), batch()))
+
+
+# -- how long it takes, counted ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """`calls(name, plan)`: how often `plan()` calls that method of the planner's forward walk."""
+
+    def count(name, plan):
+        made, method = [], getattr(Forward, name)
+        monkeypatch.setattr(Forward, name, lambda *args, **kwargs: (made.append(name), method(*args, **kwargs))[1])
+        plan()
+        monkeypatch.undo()
+        return len(made)
+
+    return count
+
+
+def test_ten_times_as_many_leaves_take_no_more_decisions(calls):
+    def decisions(weights):
+        step, args = programs.many_leaves(weights)
+        return calls("outcome", lambda: plan_for(step, *args))
+
+    few, many = decisions(40), decisions(400)
+    assert 0 < many == few
+
+
+def nested_loops(depth):
+    """A step whose loss is `depth` loops inside one another."""
+
+    def iterate(x, w, depth):
+        if depth == 0:
+            return jnp.tanh(x @ w)
+        return jax.lax.scan(lambda x, _: (iterate(x, w, depth - 1), None), x, None, length=3)[0]
+
+    def step(state, x):
+        gradient = jax.grad(lambda w: jnp.mean(iterate(x, w, depth) ** 2))(state["w"])
+        moment = 0.9 * state["m"] + gradient
+        return {"w": state["w"] - 0.1 * moment, "m": moment}, gradient.sum()
+
+    weight = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+    return step, {"w": weight, "m": weight}, jax.ShapeDtypeStruct((64, 128), jnp.float32)
+
+
+def test_a_loop_around_a_loop_adds_to_the_work_and_does_not_multiply_it(calls):
+    two, three, four = (calls("run", lambda d=d: plan_for(*nested_loops(d))) for d in (2, 3, 4))
+    assert four - three <= three - two + 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 from collections.abc import Callable, Sequence
@@ -79,14 +80,23 @@ def source_line(sources: Sequence[Any]) -> str:
     The innermost frame outside installed packages, of the equation or else of the calls around it: users want to see
     their own line, not Flax's or Optax's.
     """
-    packages = [f"{os.sep}{kind}-packages{os.sep}" for kind in ("site", "dist")]
-    known = []
+    innermost = []
     for source in sources:
-        lines = source_info_util.summarize(source, num_frames=100).splitlines()  # innermost last
-        known += lines[-1:]
-        if own := [line for line in lines if not any(package in line for package in packages)]:
-            return own[-1]
-    return known[0] if known else "unknown"
+        lines = _lines(source.traceback)
+        innermost += lines[:1]
+        if own := next((line for line in lines if not any(package in line for package in _PACKAGES)), None):
+            return own
+    return innermost[0] if innermost else "unknown"
+
+
+_PACKAGES = [f"{os.sep}{kind}-packages{os.sep}" for kind in ("site", "dist")]
+
+
+@functools.lru_cache(maxsize=1024)  # one line of a step makes equations for every leaf
+def _lines(traceback: Any) -> list[str]:
+    """Where an equation was written, innermost first."""
+    source = source_info_util.new_source_info().replace(traceback=traceback)
+    return source_info_util.summarize(source, num_frames=100).splitlines()[::-1]
 
 
 def is_backward(sources: Sequence[Any]) -> bool:

@@ -15,6 +15,7 @@ taken in the order in which they become ready, so that early gradients leave ear
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -60,7 +61,7 @@ def fuse(schedule: Schedule, limit: int) -> Schedule:
     if not limit:
         return schedule
     steps = tuple(
-        replace(step, bodies=tuple(fuse(body, limit) for body in step.bodies)) if step.bodies else step
+        step._replace(bodies=tuple(fuse(body, limit) for body in step.bodies)) if step.bodies else step
         for step in schedule.steps
     )
     waiting: dict[Any, list[_Waiting]] = {}
@@ -116,18 +117,27 @@ def _op(move: Move) -> str:
 
 def _buckets(alike: Sequence[_Waiting], limit: int) -> Iterator[list[_Waiting]]:
     """Cover all intervals [ready, needed] with few points, then fill buckets with those that share a point."""
-    left = sorted(alike, key=lambda w: w.needed)
-    while left:
-        point = left[0].needed
-        together = sorted((w for w in left if w.ready <= point), key=lambda w: (w.ready, w.needed))
-        left = [w for w in left if w.ready > point]
-        bucket: list[_Waiting] = []
-        for w in together:
-            if bucket and sum(b.nbytes for b in bucket) + w.nbytes > limit:
-                yield bucket
-                bucket = []
-            bucket.append(w)
-        yield bucket
+    by_ready = sorted(alike, key=lambda w: (w.ready, w.needed))
+    start, point = 0, -1
+    for w in sorted(alike, key=lambda w: w.needed):
+        if w.ready > point:  # it does not share the last point, nor does anything that is ready later
+            point = w.needed
+            end = bisect.bisect_right(by_ready, point, start, key=lambda w: w.ready)
+            yield from _filled(by_ready[start:end], limit)
+            start = end
+
+
+def _filled(waiting: Sequence[_Waiting], limit: int) -> Iterator[list[_Waiting]]:
+    """One bucket after the other, each as full as it gets."""
+    bucket: list[_Waiting] = []
+    held = 0
+    for w in waiting:
+        if bucket and held + w.nbytes > limit:
+            yield bucket
+            bucket, held = [], 0
+        bucket.append(w)
+        held += w.nbytes
+    yield bucket
 
 
 # -- the replica's half: making the transfers of a bundle ---------------------------------------------------------

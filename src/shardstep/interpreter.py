@@ -79,20 +79,20 @@ def run(
 def _results(step: Step, operands: list[Any], axes: tuple[Axis, ...]) -> Sequence[Any]:
     if step.bodies:
         return control_flow.emit(step, _match(operands, step.operands, axes), run)
-    equation = step.equation
-    if step.fill:
+    equation, ruling = step.equation, step.ruling
+    if ruling.fill:
         blocks = (_block(a.array.shape, p, axes) for a, p in zip(equation.inputs, step.operands, strict=True))
-        operands = [filled(*given) for given in zip(operands, blocks, step.operands, step.fill, strict=True)]
-    operands = operands if step.apart else _alike(operands)
-    if step.emit is None and step.equation.primitive.multiple_results:
-        return step.equation.primitive.bind(*operands, **step.params)
-    if step.emit is None:
-        return [step.equation.primitive.bind(*operands, **step.params)]
+        operands = [filled(*given) for given in zip(operands, blocks, step.operands, ruling.fill, strict=True)]
+    operands = operands if ruling.apart else _alike(operands)
+    if ruling.emit is None and equation.primitive.multiple_results:
+        return equation.primitive.bind(*operands, **ruling.params)
+    if ruling.emit is None:
+        return [equation.primitive.bind(*operands, **ruling.params)]
     inputs = tuple(_block(a.array.shape, p, axes) for a, p in zip(equation.inputs, step.operands, strict=True))
     outputs = tuple(_block(v.array.shape, p, axes) for v, p in zip(equation.outputs, step.results, strict=True))
     names = tuple(name for axis in axes for name in axis.names)
-    local = Local(equation.primitive, step.params, inputs, outputs, names)
-    return step.emit(local, *operands)
+    local = Local(equation.primitive, ruling.params, inputs, outputs, names)
+    return ruling.emit(local, *operands)
 
 
 def _alike(operands: list[Any]) -> list[Any]:

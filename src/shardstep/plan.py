@@ -36,7 +36,7 @@ from .layout import (
 from .options import Options
 from .placement import split_layout, split_on
 from .precision import travel_in
-from .prediction import over_examples, update_time, wire_time
+from .prediction import update_time, wire_time
 from .program import Atom, Var
 from .propagate import Forward, schedule, whole
 from .replicas import Replicas
@@ -44,6 +44,7 @@ from .report.html import fragment, page
 from .report.text import table
 from .schedule import Collective, Fallback, Schedule
 from .shardings import Kept, alike, joined, show_kept
+from .situations import Situations
 from .timeline import Line, Segment, moments, segments, update_lines
 
 
@@ -194,13 +195,13 @@ def decide(captured: Captured, replicas: Replicas, weights: str, options: Option
     unsharded = _walk_unsharded(captured)
     _check_outputs(captured, unsharded)
     roles = _roles(captured, unsharded)
-    memo: dict[Any, Any] = {}
-    baseline = _baseline(captured, replicas.axes, memo)
+    known = Situations()
+    baseline = _baseline(captured, replicas.axes, known)
     chosen, why = choose_weights(weights, options, replicas.topology.platform)
     small = _small_bytes(captured, roles, replicas, options)
-    rested, reasons = _attempt(captured, replicas, roles, unsharded, chosen, small, options, memo)
+    rested, reasons = _attempt(captured, replicas, roles, unsharded, chosen, small, options, known)
     if weights == "auto" and chosen == "sharded" and engines.sent(rested) > engines.ENOUGH * engines.sent(baseline):
-        other, others = _attempt(captured, replicas, roles, unsharded, "replicated", small, options, memo)
+        other, others = _attempt(captured, replicas, roles, unsharded, "replicated", small, options, known)
         if engines.sent(other) < engines.sent(rested) and options.gather_dtype is None:
             rested, reasons, chosen, why = other, others, "replicated", "to gather them in the step would send more"
     return _with_engine(captured, replicas, roles, small, options, baseline, rested, reasons, chosen, why)
@@ -214,7 +215,7 @@ def _attempt(
     weights: str,
     small: int,
     options: Options,
-    memo: dict[Any, Any],
+    known: Situations,
 ) -> tuple[Schedule, list[str]]:
     """The step with its weights resting so, and why each leaf rests as it does."""
     program, axes = captured.program, replicas.axes
@@ -229,7 +230,7 @@ def _attempt(
     outputs: list[Layout | None] = [None] * len(program.outputs)
     for i, o in captured.state.items():
         outputs[o] = inputs[i]
-    decided = schedule(program, axes, inputs, outputs, memo=memo)
+    decided = schedule(program, axes, inputs, outputs, known=known)
     decided = travel_in(decided, options.reduce_dtype, options.gather_dtype)
     decided = fuse(decided, bucket_bytes(options.bucket_bytes, replicas.topology.platform))
     return decided, [reason for _, reason in rests]
@@ -321,11 +322,11 @@ def _walk_unsharded(captured: Captured) -> Schedule:
     alone = (Axis(("replica",), 1),)
     examples = _examples(captured, alone)
     inputs = [examples.get(i, whole(alone)) for i in range(len(captured.program.inputs))]
-    walk = Forward(captured.program, alone, {}, {}, draws=False)
+    walk = Forward(captured.program, alone, Situations(), draws=False)
     return walk.run(inputs, [None] * len(captured.program.outputs), raw=True)
 
 
-def _baseline(captured: Captured, axes: tuple[Axis, ...], memo: dict[Any, Any]) -> Schedule:
+def _baseline(captured: Captured, axes: tuple[Axis, ...], known: Situations) -> Schedule:
     """The program that everyone runs today: all state replicated, gradients all-reduced over all replicas at once."""
     joined = (Axis(tuple(n for a in axes for n in a.names), _replicas(axes), axes[0].widens),)
     examples = _examples(captured, joined)
@@ -333,7 +334,7 @@ def _baseline(captured: Captured, axes: tuple[Axis, ...], memo: dict[Any, Any]) 
     for o in captured.state.values():
         outputs[o] = whole(joined)
     inputs = [examples.get(i, whole(joined)) for i in range(len(captured.program.inputs))]
-    return schedule(captured.program, joined, inputs, outputs, memo=memo if joined == axes else None)
+    return schedule(captured.program, joined, inputs, outputs, known=known if joined == axes else None)
 
 
 def _replicas(axes: tuple[Axis, ...]) -> int:
@@ -511,12 +512,7 @@ def _merged(fallbacks: Sequence[Fallback]) -> tuple[Fallback, ...]:
 
 def _update_work(decided: Schedule) -> float:
     """Elements computed by a replica in equations that do not run over the examples."""
-    done = 0.0
-    for step in decided.steps:
-        if not over_examples(step):
-            for var, layout in zip(step.equation.outputs, step.results, strict=True):
-                done += Array(block_shape(var.array.shape, layout, decided.axes), var.array.dtype).size
-    return done
+    return float(sum(step.ruling.elements_made for step in decided.steps if not step.ruling.over_examples))
 
 
 def _plain(value: Any) -> Any:

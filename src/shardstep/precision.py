@@ -40,7 +40,7 @@ def travel_in(schedule: Schedule, reduce_dtype: Any, gather_dtype: Any, later: C
     for step in schedule.steps:
         outside = _later(step, meeting)
         bodies = tuple(travel_in(body, reduce_dtype, gather_dtype, outside) for body in step.bodies)
-        steps.append(replace(step, bodies=bodies) if bodies else step)
+        steps.append(step._replace(bodies=bodies) if bodies else step)
     transfers = tuple(tuple(tuple(map(dressed, b)) for b in bundles) for bundles in schedule.transfers)
     return replace(schedule, steps=tuple(steps), transfers=transfers)
 
@@ -73,15 +73,13 @@ def _only_met(schedule: Schedule, t: Transfer, meeting: Container[Atom]) -> bool
     if any(o.var is t.var and o.source == t.target for bundles in schedule.transfers for b in bundles for o in b):
         return False
     readers = [s for s in schedule.steps if _reads(s, t.var, t.target)]
-    return bool(readers) and all(_over_examples(s) or any(v in meeting for v in s.equation.outputs) for s in readers)
+    return bool(readers) and all(
+        s.ruling.over_examples or any(v in meeting for v in s.equation.outputs) for s in readers
+    )
 
 
 def _reads(step: Step, var: Var, layout: Layout) -> bool:
     return any(a is var and at == layout for a, at in zip(step.equation.inputs, step.operands, strict=True))
-
-
-def _over_examples(step: Step) -> bool:
-    return any(is_batch(p) for layout in (*step.operands, *step.results) for p in layout)
 
 
 def _meeting_examples(schedule: Schedule, later: Container[int]) -> set[Atom]:
@@ -94,7 +92,7 @@ def _meeting_examples(schedule: Schedule, later: Container[int]) -> set[Atom]:
             inside = [_meeting_examples(body, outside) for body in step.bodies]
             for body, found in list(zip(step.bodies, inside, strict=True))[-len(step.equation.bodies) :]:
                 meeting.update(a for a, v in zip(inputs[first:], body.program.inputs, strict=False) if v in found)
-        elif _over_examples(step) or any(v in meeting for v in step.equation.outputs):
+        elif step.ruling.over_examples or any(v in meeting for v in step.equation.outputs):
             meeting.update(a for a in inputs if isinstance(a, Var))
     return meeting
 

@@ -5,12 +5,13 @@ Both ignore overlap: they compare programs, they do not promise step times.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
-from .layout import Array, Axis, Layout, block_shape, is_batch
+from .layout import Array, Axis, Layout, block_shape
 from .links import sent_time
 from .program import Var
-from .schedule import Collective, Schedule, Step
+from .schedule import Collective, Schedule
 from .topology import Topology
 
 
@@ -37,7 +38,7 @@ def update_bytes(schedule: Schedule) -> float:
     read: set[tuple[Var, Layout]] = set()
     inside = 0.0
     for step in schedule.steps:
-        if over_examples(step):
+        if step.ruling.over_examples:
             continue
         inside += sum(update_bytes(body) for body in step.bodies)
         for atom, layout in zip(step.equation.inputs, step.operands, strict=True):
@@ -45,9 +46,8 @@ def update_bytes(schedule: Schedule) -> float:
                 read.add((atom, layout))
         made.update(zip(step.equation.outputs, step.results, strict=True))
     written = {(atom, made[atom]) for atom in schedule.program.outputs if isinstance(atom, Var) and atom in made}
-    moved = [Array(block_shape(v.array.shape, layout, schedule.axes), v.array.dtype) for v, layout in read | written]
-    return inside + sum(array.nbytes for array in moved)
-
-
-def over_examples(step: Step) -> bool:
-    return any(is_batch(p) for layout in step.operands + step.results for p in layout)
+    moved = Counter((v.array, layout) for v, layout in read | written)
+    return inside + sum(
+        count * Array(block_shape(array.shape, layout, schedule.axes), array.dtype).nbytes
+        for (array, layout), count in moved.items()
+    )

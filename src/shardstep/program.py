@@ -102,6 +102,7 @@ class Program:
 
 
 _P = compat.primitive
+_CAST, _CONSTRAINT, _REMAT = _P("convert_element_type"), _P("sharding_constraint"), _P("remat")
 
 # Calls that are inlined, with the parameter that holds what they call.
 _CALLS: dict[Any, str] = {
@@ -113,7 +114,7 @@ _CALLS: dict[Any, str] = {
     _P("custom_vmap"): "call",
     _P("composite"): "jaxpr",
     _P("linear_call"): "callee",
-    _P("remat"): "jaxpr",
+    _REMAT: "jaxpr",
 }
 
 # Collectives, by what they do to dimensions that vmap gave a name (`axis_name="batch"`) and left as numbers.
@@ -173,7 +174,7 @@ class _Builder:
             outputs: Sequence[Atom]
             if eqn.primitive in _CALLS:
                 outputs = self._call(eqn, inputs, sources)
-            elif eqn.primitive is _P("convert_element_type") and inputs[0].array.dtype == eqn.outvars[0].aval.dtype:
+            elif eqn.primitive is _CAST and inputs[0].array.dtype == eqn.outvars[0].aval.dtype:
                 outputs = inputs  # only a weak type was dropped
             elif eqn.primitive in _REDUCTIONS and not any(isinstance(a, str) for a in eqn.params["axes"]):
                 outputs = [self._reduced(eqn, x, sources) for x in inputs]
@@ -184,7 +185,7 @@ class _Builder:
 
     def _call(self, eqn: Any, inputs: list[Atom], sources: tuple[Any, ...]) -> Sequence[Atom]:
         callee, constants = compat.open_jaxpr(eqn.params[_CALLS[eqn.primitive]])
-        if eqn.primitive is _P("remat") and eqn.params["prevent_cse"] and eqn.params["differentiated"]:
+        if eqn.primitive is _REMAT and eqn.params["prevent_cse"] and eqn.params["differentiated"]:
             # What JAX lowers a rematerialised block to: a barrier that keeps XLA from merging it with the forward pass.
             outputs = tuple(Var(a.array) for a in inputs)
             barrier = _P("optimization_barrier")
@@ -205,7 +206,7 @@ class _Builder:
         outputs = tuple(Var(_array(v)) for v in eqn.outvars)
         bodies = tuple(flatten(body) for body in _BODIES.get(eqn.primitive, lambda _: ())(eqn.params))
         effects = frozenset(eqn.effects)
-        params = eqn.params if eqn.primitive is _P("sharding_constraint") else _unplaced(eqn.params)
+        params = eqn.params if eqn.primitive is _CONSTRAINT else _unplaced(eqn.params)
         self.equations.append(Equation(eqn.primitive, params, tuple(inputs), outputs, sources, bodies, effects))
         return outputs
 

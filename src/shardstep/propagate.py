@@ -16,15 +16,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from . import compat
 from .collectives import cost, layout_cost
-from .demands import demands_of
+from .demands import nothing_wanted, wanted_of
 from .layout import (
     PARTIAL,
     REPLICATED,
-    Array,
     Axis,
     Layout,
     Partial,
@@ -40,9 +38,10 @@ from .offers import combinations, localise, offers, work
 from .program import Atom, Equation, Literal, Program, Var
 from .rules import Decision, Site, control_flow, microbatches, replicate, rule_for
 from .rules.core import speaks_of_replicas
-from .schedule import NOTHING, Bundle, Demand, Fallback, Schedule, Step, Transfer
+from .schedule import NOTHING, Bundle, Demand, Fallback, Ruling, Schedule, Step, Transfer
+from .situations import Conversion, Forms, Outcome, Situation, Situations, Wanted, carry_examples
 
-Demands = Mapping[Atom, tuple[Demand, ...]]
+_DRAW = compat.primitive("random_bits")
 
 
 def schedule(
@@ -50,179 +49,164 @@ def schedule(
     axes: tuple[Axis, ...],
     inputs: Sequence[Layout],
     outputs: Sequence[Layout | None],
-    wanted: Sequence[tuple[Demand, ...]] | None = None,
+    outside: Sequence[tuple[Demand, ...]] | None = None,
     raw: bool = False,
     seen: Sequence[Layout] = (),
-    memo: dict[Any, Any] | None = None,
+    known: Situations | None = None,
 ) -> Schedule:
     """Decide a program for given input layouts.
 
-    An output of layout None is left as it comes (with `raw`, even partial). `wanted` adds what the surroundings of a
+    An output of layout None is left as it comes (with `raw`, even partial). `outside` adds what the surroundings of a
     loop body want of its results.
     """
-    memo = {} if memo is None else memo
-    first = Forward(program, axes, {}, memo).run(inputs, outputs, raw, seen)
-    demands = demands_of(first, outputs, wanted, seen, memo, schedule)
-    final = Forward(program, axes, demands, memo).run(inputs, outputs, raw, seen)
-    none = (NOTHING,) * len(axes)
-    return replace(final, demands=tuple(demands.get(v, none) for v in program.inputs))
+    known = Situations() if known is None else known
+    first = Forward(program, axes, known).run(inputs, outputs, raw, seen)
+    wanted = wanted_of(first, outputs, outside, seen, known, schedule)
+    final = Forward(program, axes, known, wanted).run(inputs, outputs, raw, seen)
+    return replace(final, demands=tuple(wanted[v].demands for v in program.inputs))
 
 
 def whole(axes: tuple[Axis, ...]) -> Layout:
     return (REPLICATED,) * len(axes)
 
 
-class Forms:
-    """The layouts in which one value may be read without communication.
-
-    `held` are those that readers are shown (first the one they should see first); `present` are those that replicas
-    have in memory. The two differ where a free slice is not made before somebody reads it.
-    """
-
-    __slots__ = ("held", "present")
-
-    def __init__(self, layout: Layout, *others: Layout, present: Layout | None = None):
-        self.held: list[Layout] = [layout, *(f for f in others if f != layout)]
-        self.present: list[Layout] = [layout if present is None else present]
-
-    @property
-    def home(self) -> Layout:
-        """The layout that readers see first. Once reduced, a value is never seen partial again."""
-        return self.living()[0]
-
-    def living(self) -> list[Layout]:
-        if len(self.held) == 1:
-            return self.held
-        reduced = [f for f in self.held if not any(isinstance(p, Partial) for p in f)]
-        return reduced or list(self.held)
-
-    def source(self, target: Layout, array: Array, axes: tuple[Axis, ...]) -> Layout:
-        """The layout in memory from which `target` is cheapest."""
-        if target in self.present:
-            return target
-        if len(self.present) == 1:
-            return self.present[0]
-        return min(self.present, key=lambda f: layout_cost(f, target, array, axes))
-
-    def add(self, layout: Layout) -> None:
-        self.present.append(layout)
-        if layout not in self.held:
-            self.held.append(layout)
-
-
 class Forward:
     """One forward walk."""
 
     def __init__(
-        self, program: Program, axes: tuple[Axis, ...], demands: Demands, memo: dict[Any, Any], draws: bool = True
+        self,
+        program: Program,
+        axes: tuple[Axis, ...],
+        known: Situations,
+        wanted: Mapping[Atom, Wanted] | None = None,
+        draws: bool = True,
     ):
         self.program = program
-        self.memo = memo  # decisions taken before, by kind of equation
+        self.axes = axes
+        self.known = known
+        self.wanted = nothing_wanted(program, len(axes), known) if wanted is None else wanted
         self.draws = draws  # split random numbers that are drawn one row per example
         self.examples: dict[int, Layout] = {}  # how many examples the batch has, and how they are split
-        self.axes = axes
         self.shares = False  # does any state rest split? If not, this is the replicated program: it all-reduces
-        self.demands = demands
-        self.forms: dict[Var, Forms] = {}
-        self.uses = program.uses
-        self.transfers: list[list[Bundle]] = [[]]  # those in front of the step that is being decided come last
+        self.forms: dict[Atom, Forms] = {}
+        self.moved: list[Bundle] = []  # in front of the step that is being decided
         self.fallbacks: list[Fallback] = []
-        self.origins: dict[Var, int] = {}  # bit i: computed from input i alone, examples apart
-        self.from_batch: set[Var] = set()
-        self.met: int = 0
+        self.from_batch: set[Atom] = set()  # values that are computed from the examples
+        self.meeting: set[Atom] = set()  # values that are read together with them
 
     def run(
         self, inputs: Sequence[Layout], outputs: Sequence[Layout | None], raw: bool, seen: Sequence[Layout] = ()
     ) -> Schedule:
-        self.shares = any(isinstance(p, Split) and not p.batch for layout in inputs for p in layout)
-        for i, (var, held) in enumerate(zip(self.program.inputs, inputs, strict=True)):
-            layout = seen[i] if i < len(seen) else held
-            self.forms[var] = Forms(layout, held, present=held)
-            if any(map(is_batch, layout)):
-                self.from_batch.add(var)
-                self.examples.update((var.array.shape[p.dim], layout) for p in layout if isinstance(p, Split))
-            else:
-                self.origins[var] = 1 << i
-        for var, _ in self.program.constants:
-            self.forms[var] = Forms(whole(self.axes))
-        steps = []
+        self.enter(inputs, seen)
+        steps: list[Step] = []
+        transfers: list[tuple[Bundle, ...]] = []
         for equation in self.program.equations:
-            step = self.decide(equation)
-            self.transfers.append([])
-            if raw:  # asked of bodies and of the unsharded walk only, which leave their outputs as they come
-                self.note_origins(equation, step)
-            for var, layout in zip(equation.outputs, step.results, strict=True):
-                self.forms[var] = Forms(layout)
-            if step.gathered:
-                self.split_again(equation)
+            step = self.decide_loop(equation) if equation.bodies else self.decide(equation, raw)
             steps.append(step)
+            transfers.append(self.moved_so_far())
+            if step.ruling.gathered:
+                self.split_again(equation)
         left = tuple(self.leave(*output, raw) for output in zip(self.program.outputs, outputs, strict=True))
-        met = frozenset(i for i in range(len(inputs)) if self.met >> i & 1)
+        transfers.append(self.moved_so_far())
         return Schedule(
             self.program,
             self.axes,
             tuple(inputs),
             left,
             tuple(steps),
-            tuple(map(tuple, self.transfers)),
+            tuple(transfers),
             tuple(self.fallbacks),
-            met_batch=met,
+            met_batch=self.met_batch() if raw else frozenset(),
         )
+
+    def enter(self, inputs: Sequence[Layout], seen: Sequence[Layout]) -> None:
+        self.shares = any(isinstance(p, Split) and not p.batch for layout in inputs for p in layout)
+        for i, (var, held) in enumerate(zip(self.program.inputs, inputs, strict=True)):
+            layout = seen[i] if i < len(seen) else held
+            self.forms[var] = self.known.forms((layout, held), (held,), self.wanted[var])
+            if any(map(is_batch, layout)):
+                self.from_batch.add(var)
+                self.examples.update((var.array.shape[p.dim], layout) for p in layout if isinstance(p, Split))
+        for var, _ in self.program.constants:
+            self.write(var, whole(self.axes))
 
     def leave(self, atom: Atom, layout: Layout | None, raw: bool) -> Layout:
         if layout is None:
             layout = self.home(atom) if raw else at_rest(self.home(atom))
         return self.hold(atom, layout)
 
+    def moved_so_far(self) -> tuple[Bundle, ...]:
+        if not self.moved:
+            return ()
+        moved, self.moved = tuple(self.moved), []
+        return moved
+
     def body(
         self,
         program: Program,
         inputs: Sequence[Layout],
         outputs: Sequence[Layout | None],
-        wanted: Sequence[tuple[Demand, ...]] | None = None,
+        outside: Sequence[tuple[Demand, ...]] | None = None,
         seen: Sequence[Layout] = (),
     ) -> Schedule:
         """Schedule the body of a loop or branch. `seen`: the layouts in which readers see the first inputs first."""
-        return schedule(program, self.axes, inputs, outputs, wanted, raw=True, seen=seen, memo=self.memo)
+        placements = [p for layout in (*inputs, *outputs, *seen) for p in layout or ()]
+        placements += [s for demands in outside or () for demand in demands for s in demand.splits]
+        given = tuple(inputs), tuple(outputs), None if outside is None else tuple(outside), tuple(seen)
+        situation = (program, *given, carry_examples(placements))
+        if situation not in self.known.bodies:
+            decided = schedule(program, self.axes, inputs, outputs, outside, raw=True, seen=seen, known=self.known)
+            self.known.bodies[situation] = decided
+        return self.known.bodies[situation]
 
     # -- one equation ---------------------------------------------------------------------------------------------
 
-    def decide(self, equation: Equation) -> Step:
-        step = control_flow.decide(self, equation) if equation.bodies else self.decide_simple(equation)
+    def decide(self, equation: Equation, raw: bool) -> Step:
+        situation = self.situation(equation)
+        outcome = self.known.outcomes.get(situation)
+        if outcome is None:
+            outcome = self.outcome(equation)
+            if not outcome.ruling.gathered:  # each fallback is noted with its own source line
+                self.known.outcomes[situation] = outcome
+        for i, source, target, forms in outcome.conversions:
+            self.convert(equation.inputs[i], source, target, forms)
+        if raw:  # asked of bodies and of the unsharded walk only, which leave their outputs as they come
+            self.note_batch(equation, equation.inputs if outcome.meets_batch else ())
+        self.forms.update(zip(equation.outputs, outcome.results, strict=True))
+        return Step(equation, outcome.ruling)
+
+    def situation(self, equation: Equation) -> Situation:
+        """Equal for equations that are decided alike: all that `outcome` looks at."""
+        drawn = tuple(map(self.examples_of, equation.outputs)) if equation.primitive is _DRAW else None
+        operands, results = map(self.forms.get, equation.inputs), map(self.wanted.get, equation.outputs)
+        return (equation.kind, self.shares, drawn, *operands, *results)
+
+    def outcome(self, equation: Equation) -> Outcome:
+        """Decide an equation, and what that means for the values it reads and writes."""
+        ruling = self.decide_by_axis(equation)
+        forms = {a: self.forms[a] for a in equation.inputs if isinstance(a, Var)}
+        conversions = []
+        for i, (atom, layout) in enumerate(zip(equation.inputs, ruling.operands, strict=True)):
+            if atom in forms and layout not in forms[atom].present:
+                source = forms[atom].source(layout, atom.array, self.axes)
+                forms[atom] = self.known.added(forms[atom], layout)
+                conversions.append(Conversion(i, source, layout, forms[atom]))
+        results = tuple(
+            self.known.forms((r,), (r,), self.wanted[v]) for v, r in zip(equation.outputs, ruling.results, strict=True)
+        )
+        return Outcome(ruling, tuple(conversions), results, any(is_batch(p) for f in forms.values() for p in f.home))
+
+    def decide_loop(self, equation: Equation) -> Step:
+        """Or a branch."""
+        step = control_flow.decide(self, equation)
         for atom, layout in zip(equation.inputs, step.operands, strict=True):
-            if isinstance(atom, Var) and layout not in self.forms[atom].present:
-                self.hold(atom, layout)
+            self.hold(atom, layout)
+        self.note_batch(equation, [equation.inputs[i] for i in control_flow.met_batch(step)])
+        for var, layout in zip(equation.outputs, step.results, strict=True):
+            self.write(var, layout)
         return step
 
-    def decide_simple(self, equation: Equation) -> Step:
-        """Steps repeat themselves: every leaf goes through the same optimizer, every layer through the same block."""
-        situation = self.situation(equation)
-        known = self.memo.get(situation)
-        if known is None:
-            known = self.decide_by_axis(equation)
-            if not known.gathered:  # each fallback is noted with its own source line
-                self.memo[situation] = known
-        return known.of(equation)
-
-    def situation(self, equation: Equation) -> Any:
-        """Equal for equations that are decided alike: all that `choose` looks at."""
-        drawn = is_draw(equation) and tuple(self.examples_of(v) for v in equation.outputs)
-        operands, results = [self.view(a) for a in equation.inputs], [self.asked(v) for v in equation.outputs]
-        return equation.kind, tuple(operands), tuple(results), drawn, self.shares
-
-    def view(self, atom: Atom) -> Any:
-        """A value as `choose` sees it."""
-        if isinstance(atom, Literal):
-            return None
-        held = self.forms[atom].living()
-        return tuple(held), tuple([is_batch(p) for f in held for p in f]), self.asked(atom), self.uses[atom] > 1
-
-    def asked(self, atom: Atom) -> Any:
-        """What is wanted of a value, with what equality leaves out: whether a split carries the examples."""
-        demands = self.demands.get(atom)
-        return demands and (demands, tuple([s.batch for d in demands for s in d.splits]))
-
-    def decide_by_axis(self, equation: Equation) -> Step:
+    def decide_by_axis(self, equation: Equation) -> Ruling:
         """Ask the rule axis by axis; what one axis decides is the local equation that the next axis sees."""
         arrays = tuple(a.array for a in equation.inputs)
         results = tuple(v.array for v in equation.outputs)
@@ -235,11 +219,11 @@ class Forward:
             per_axis.append(decision)
             site = localise(site, decision)
         emits = [d.emit for d in per_axis if d.emit is not None]
-        return Step(
-            equation,
+        return Ruling(
             tuple(zip(*(d.operands for d in per_axis), strict=True)) if arrays else (),
             tuple(zip(*(d.results for d in per_axis), strict=True)),
             site.params,
+            site.outputs,
             emits[-1] if emits else None,
             apart=all(d.apart for d in per_axis),
             fill=_fills([d.fill for d in per_axis if d.fill]),
@@ -299,7 +283,7 @@ class Forward:
     def held(self, atom: Atom, k: int) -> list[Placement]:
         if isinstance(atom, Literal):
             return [REPLICATED]
-        return list(dict.fromkeys(f[k] for f in self.forms[atom].living()))
+        return list(dict.fromkeys(f[k] for f in self.forms[atom].living))
 
     def options(self, atom: Atom, k: int) -> list[Placement]:
         """The placements in which an operand may be offered to a rule: as it is held, or as its readers want it."""
@@ -314,7 +298,7 @@ class Forward:
             found = found + [s for s in demand.splits[:2] if s not in found]
         if home == PARTIAL and self.shares and demand.any and not (demand.splits or demand.full):
             found = found + self.some_split(atom, k)  # a norm of it is all that is read: half an all-reduce will do
-        if isinstance(home, Partial) and self.uses[atom] > 1:
+        if isinstance(home, Partial) and self.wanted[atom].several:
             # reduced once for all its readers, not once behind each of them
             reduced: list[Placement] = [p for p in found if p != home]
             found = (reduced or ([REPLICATED] if demand.full else [])) + [home]
@@ -324,9 +308,8 @@ class Forward:
         splits: list[Placement] = [Split(d) for d in range(atom.array.ndim)]
         return [s for s in splits if fits(atom.array.shape, put(self.home(atom), k, s), self.axes)][:1]
 
-    def demand(self, var: Atom, k: int) -> Demand:
-        found = self.demands.get(var)
-        return found[k] if found else NOTHING
+    def demand(self, atom: Atom, k: int) -> Demand:
+        return NOTHING if isinstance(atom, Literal) else self.wanted[atom].demands[k]
 
     def want(self, equation: Equation, var: Var, k: int) -> Split | None:
         """How the readers of a result would like it; numbers drawn for each example are drawn where the example is."""
@@ -335,7 +318,7 @@ class Forward:
             return None  # a constant becomes whatever is wanted of it, at no cost: block, term or whole
         if demand.splits and not demand.full:
             return demand.splits[0]
-        examples = self.examples_of(var) if is_draw(equation) else None
+        examples = self.examples_of(var) if equation.primitive is _DRAW else None
         return split.on(0) if examples and isinstance(split := examples[k], Split) else None
 
     def examples_of(self, var: Var) -> Layout | None:
@@ -353,18 +336,23 @@ class Forward:
                 splits = [Split(d, batch=True) for d in ((dim, dim + 1) if cut else (dim,))]
                 fitting = [again for s in splits if fits(shape, again := put(layout, k, s), self.axes)]
                 if fitting and layout[k] == REPLICATED:
-                    self.forms[var].held.insert(0, fitting[0])
+                    before = self.forms[var]
+                    self.forms[var] = self.known.forms((fitting[0], *before.held), before.present, before.wanted)
+
+    def write(self, var: Var, layout: Layout) -> None:
+        self.forms[var] = self.known.forms((layout,), (layout,), self.wanted[var])
 
     def hold(self, atom: Atom, target: Layout) -> Layout:
         """Convert a value for its reader, and remember that it is now held this way too."""
-        if isinstance(atom, Literal):
-            return target
-        forms = self.forms[atom]
-        source = forms.source(target, atom.array, self.axes)
-        if source != target:
-            self.transfers[-1].append((Transfer(atom, source, target),))
-            forms.add(target)
+        if isinstance(atom, Var) and target not in (forms := self.forms[atom]).present:
+            source = forms.source(target, atom.array, self.axes)
+            self.convert(atom, source, target, self.known.added(forms, target))
         return target
+
+    def convert(self, atom: Atom, source: Layout, target: Layout, forms: Forms) -> None:
+        assert isinstance(atom, Var)
+        self.moved.append((Transfer(atom, source, target),))
+        self.forms[atom] = forms
 
     def price(self, atom: Atom, target: Layout) -> float:
         """Bytes on the wire to hold a value in this layout."""
@@ -375,32 +363,24 @@ class Forward:
 
     # -- who meets the examples -----------------------------------------------------------------------------------
 
-    def note_origins(self, equation: Equation, step: Step) -> None:
-        """Which inputs is a value made of, and which of them met the examples? That is what makes a weight a weight."""
-        variables = [a for a in equation.inputs if isinstance(a, Var)]
-        if equation.bodies:
-            meeting = [equation.inputs[i] for i in control_flow.met_batch(step)]
-        else:
-            meets = any(is_batch(p) for v in variables for p in self.forms[v].home)
-            meeting = list(variables) if meets else []
-        for atom in meeting:
-            self.met |= self.origins.get(atom, 0) if isinstance(atom, Var) else 0
-        if any(v in self.from_batch for v in variables) or not step.results:
+    def note_batch(self, equation: Equation, meeting: Sequence[Atom]) -> None:
+        """Which values come from the examples, and which meet them? That is what makes a weight a weight."""
+        self.meeting.update(meeting)
+        if not self.from_batch.isdisjoint(equation.inputs):
             self.from_batch.update(equation.outputs)
-        else:
-            origins = 0
-            for v in variables:
-                origins |= self.origins.get(v, 0)
-            self.origins.update(dict.fromkeys(equation.outputs, origins))
+
+    def met_batch(self) -> frozenset[int]:
+        """The inputs that met the examples, or that a value was made of, examples apart, which did."""
+        reached = self.meeting - self.from_batch
+        for equation in reversed(self.program.equations):
+            if not reached.isdisjoint(equation.outputs):
+                reached.update(a for a in equation.inputs if a not in self.from_batch)
+        return frozenset(i for i, var in enumerate(self.program.inputs) if var in reached)
 
 
 def _fills(decided: Sequence[tuple[str | None, ...]]) -> tuple[str | None, ...]:
     """What some axis wants of the padding: a dimension that is padded along several is mixed along all or none."""
     return tuple(next((f for f in fills if f), None) for fills in zip(*decided, strict=True))
-
-
-def is_draw(equation: Equation) -> bool:
-    return equation.primitive is compat.primitive("random_bits")
 
 
 def at_rest(layout: Layout) -> Layout:

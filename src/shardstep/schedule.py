@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from .collectives import cost, priced_moves, wire_dtype
 from .layout import REPLICATED, Array, Axis, Layout, Partial, Placement, Replicated, Split, Varying, is_batch
@@ -112,25 +112,47 @@ Bundle = tuple[Transfer, ...]  # transfers that share their collectives
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
-    """One equation, decided."""
+class Ruling:
+    """How an equation runs, decided along all axes. Equations in the same situation share one."""
 
-    equation: Equation
     operands: tuple[Layout, ...]
     results: tuple[Layout, ...]
     params: Mapping[str, Any]
+    blocks: tuple[Array, ...]  # the results as one replica makes them
     emit: Emit | None = None
-    bodies: tuple[Schedule, ...] = ()
-    times: tuple[int, ...] = ()  # how often each body runs
     apart: bool = False  # each result depends on its own operand alone
     gathered: bool = False  # no rule could keep its operands as they were
     fill: tuple[str | None, ...] = ()  # what the padding of each operand is filled for, see `Decision`
 
-    def of(self, equation: Equation) -> Step:
-        """The same decision for another equation of its kind (`replace`, without what that costs)."""
-        twin = object.__new__(Step)
-        twin.__dict__.update(self.__dict__, equation=equation)
-        return twin
+    @functools.cached_property
+    def over_examples(self) -> bool:
+        return any(is_batch(p) for layout in self.operands + self.results for p in layout)
+
+    @functools.cached_property
+    def elements_made(self) -> int:
+        """By one replica."""
+        return sum(block.size for block in self.blocks)
+
+    @functools.cached_property
+    def bytes_made(self) -> int:
+        return sum(block.nbytes for block in self.blocks)
+
+
+class Step(NamedTuple):
+    """One equation, decided."""
+
+    equation: Equation
+    ruling: Ruling
+    bodies: tuple[Schedule, ...] = ()
+    times: tuple[int, ...] = ()  # how often each body runs
+
+    @property
+    def operands(self) -> tuple[Layout, ...]:
+        return self.ruling.operands
+
+    @property
+    def results(self) -> tuple[Layout, ...]:
+        return self.ruling.results
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from . import compat
-from .layout import Array, Axis, Layout, Partial, block_shape, is_batch, show
+from .layout import Layout, Partial, show
 from .program import Atom, Literal, Var
 from .schedule import Collective, Schedule, Step
 
@@ -52,7 +52,6 @@ class Moment(NamedTuple):
     step: Step | None
     phase: str
     sent: Sequence[Collective]
-    axes: tuple[Axis, ...]
     loop: str = ""
     times: int = 1
 
@@ -61,11 +60,11 @@ def moments(schedule: Schedule, loop: str = "", times: int = 1) -> Iterator[Mome
     """The schedule in program order, those of loops and branches in their place."""
     phases = phases_of(schedule)
     for step, phase, sent in zip(schedule.steps, phases, schedule.sent, strict=False):
-        yield Moment(step, phase, sent, schedule.axes, loop, times)
+        yield Moment(step, phase, sent, loop, times)
         for body, often in zip(step.bodies, step.times, strict=True):
             inside = f"{step.equation.primitive} at {step.equation.line}"
             yield from moments(body, loop or inside, times * often)
-    yield Moment(None, OUTPUT, schedule.sent[-1], schedule.axes, loop, times)
+    yield Moment(None, OUTPUT, schedule.sent[-1], loop, times)
 
 
 def phases_of(schedule: Schedule) -> list[str]:
@@ -86,7 +85,7 @@ def _shares(schedule: Schedule) -> Iterator[tuple[bool, bool]]:
     """For each step: does it run over examples? Over sums over examples that are not reduced yet (gradients)?"""
     terms: set[Atom] = set()
     for step in schedule.steps:
-        on_examples = any(is_batch(p) for layout in step.operands + step.results for p in layout)
+        on_examples = step.ruling.over_examples
         on_terms = any(a in terms and _partial(f) for a, f in zip(step.equation.inputs, step.operands, strict=True))
         if on_examples or on_terms:
             results = zip(step.equation.outputs, step.results, strict=True)
@@ -114,7 +113,7 @@ def segments(told: Iterable[Moment]) -> tuple[Segment, ...]:
         for c in moment.sent:
             _count(found[-1], c.kind, c.bytes * moment.times)
         if moment.step is not None and not moment.step.bodies:
-            _count(found[-1], moment.phase, _bytes_made(moment.step, moment.axes) * moment.times)
+            _count(found[-1], moment.phase, moment.step.ruling.bytes_made * moment.times)
     return _joined(
         Segment(what, int(count), nbytes, *place)
         for kinds, place in zip(found, where, strict=True)
@@ -143,13 +142,6 @@ def _joined(segments: Iterable[Segment]) -> tuple[Segment, ...]:
         elif s.what not in PHASES or s.bytes >= _TRIFLE * total or s is largest[s.what]:
             kept.append(s)
     return tuple(kept)
-
-
-def _bytes_made(step: Step, axes: tuple[Axis, ...]) -> float:
-    return sum(
-        Array(block_shape(v.array.shape, layout, axes), v.array.dtype).nbytes
-        for v, layout in zip(step.equation.outputs, step.results, strict=True)
-    )
 
 
 # -- the update, equation by equation -----------------------------------------------------------------------------

@@ -16,9 +16,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import compat
 from ..errors import ShardstepError
-from ..layout import REPLICATED, Layout, Partial, Placement, Replicated, Split, Varying, fits, is_batch, put
+from ..layout import (
+    REPLICATED,
+    Array,
+    Layout,
+    Partial,
+    Placement,
+    Replicated,
+    Split,
+    Varying,
+    block_shape,
+    fits,
+    is_batch,
+    put,
+)
 from ..program import Atom, Equation, Program, Var
-from ..schedule import NOTHING, Demand, Schedule, Step
+from ..schedule import NOTHING, Demand, Ruling, Schedule, Step
 from .microbatches import DEALT, may_deal
 
 if TYPE_CHECKING:
@@ -44,6 +57,12 @@ def demand(backward: Backward, step: Step) -> None:
         if step.equation.primitive is _SCAN and may_deal(backward, step, k):
             for atom in step.equation.inputs[sum(compat.scan_counts(step.equation.params)) :]:
                 backward.demand_only(atom, k, Demand((DEALT,)))
+
+
+def _ruling(forward: Forward, equation: Equation, operands: tuple[Layout, ...], results: Sequence[Layout]) -> Ruling:
+    made = (v.array for v in equation.outputs)
+    blocks = tuple(Array(block_shape(a.shape, r, forward.axes), a.dtype) for a, r in zip(made, results, strict=True))
+    return Ruling(operands, tuple(results), equation.params, blocks)
 
 
 def met_batch(step: Step) -> list[int]:
@@ -94,7 +113,7 @@ def _decide_scan(forward: Forward, equation: Equation) -> Step:
     forward.fallbacks += inside.fallbacks
     operands = (*inside.inputs[:consts], *carry, *xs)
     times = (equation.params["length"],)
-    return Step(equation, operands, tuple(results), equation.params, bodies=(inside,), times=times)
+    return Step(equation, _ruling(forward, equation, operands, results), (inside,), times)
 
 
 def _decide_while(forward: Forward, equation: Equation) -> Step:
@@ -114,7 +133,7 @@ def _decide_while(forward: Forward, equation: Equation) -> Step:
     predicate = forward.body(test, [*test_consts, *carry], [(REPLICATED,) * len(forward.axes)])
     forward.fallbacks += (*predicate.fallbacks, *inside.fallbacks)
     operands = (*test_consts, *inside.inputs[:fixed], *carry)
-    return Step(equation, operands, tuple(carry), equation.params, bodies=(predicate, inside), times=(1, 1))
+    return Step(equation, _ruling(forward, equation, operands, carry), (predicate, inside), (1, 1))
 
 
 class Door(NamedTuple):
@@ -267,8 +286,8 @@ def _decide_cond(forward: Forward, equation: Equation) -> Step:
     largest = max(bodies, key=lambda body: sum(c.total for c in body.collectives))
     forward.fallbacks += [f for body in bodies for f in body.fallbacks]
     times = tuple(int(body is largest) for body in bodies)  # one of them runs: the largest counts
-    layouts = (chosen, *entering)
-    return Step(equation, layouts, tuple(r for r in results if r), equation.params, bodies=bodies, times=times)
+    ruling = _ruling(forward, equation, (chosen, *entering), [r for r in results if r])
+    return Step(equation, ruling, bodies, times)
 
 
 def _meet(layouts: Sequence[Layout], varies: bool, demands: Sequence[Demand]) -> Layout:

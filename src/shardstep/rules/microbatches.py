@@ -66,7 +66,7 @@ def _cut_from_batch(backward: Backward, x: Atom, k: int) -> bool:
     producer = backward.producers.get(x) if isinstance(x, Var) else None
     if producer is None or not cuts_microbatches(producer) or backward.uses[x] != 1:
         return False
-    home = backward.homes[producer.inputs[0]][k]
+    home = backward.homes[producer.inputs[0]].home[k]
     return home == Split(0) and is_batch(home) and divides(x.array.shape, DEALT, backward.axes[k].size)
 
 
@@ -99,7 +99,7 @@ def _example_by_example(backward: Backward, body: Schedule, consts: int, carries
     homes = dict(zip(body.program.inputs, inputs, strict=True))
     homes.update((v, (REPLICATED,)) for v, _ in body.program.constants)
     for step in alone.steps:
-        if step.bodies or (step.emit is not None and not step.apart):
+        if step.bodies or (step.ruling.emit is not None and not step.ruling.apart):
             return False
         for atom, layout in zip(step.equation.inputs, step.operands, strict=True):
             if isinstance(layout[0], Split) and isinstance(atom, Var) and homes[atom] == (REPLICATED,):
