@@ -133,8 +133,8 @@ def _collective(line: str, computation: str, everyone: int, in_loop: bool) -> Co
     if match is None:
         return None
     kind, type_ = match["kind"], match["type"]
-    # A `-start` returns (operands, results, ...): only the results are counted. That of an all-reduce returns the results
-    # alone, but newer GPU compilers write ((operands), results).
+    # A `-start` returns (operands, results, ...): only the results are counted. That of an all-reduce returns the
+    # results alone, but newer GPU compilers write ((operands), results).
     if match["start"] and (kind != "all-reduce" or type_.startswith("((")):
         type_ = _elements(type_)[1]
     group = _group_size(line, everyone)

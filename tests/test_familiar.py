@@ -75,12 +75,11 @@ def test_another_batch_and_other_arguments_are_not_mistaken(mesh, looked):
 
 def test_state_that_was_moved_is_laid_out_again(mesh, looked):
     ours, plain = shardstep.shard(step, mesh, weights="sharded"), jax.jit(step)
-    a, b = create(), create()
+    a, b, everywhere = create(), create(), NamedSharding(mesh, PartitionSpec())
     for i, batch in zip(range(8), batches(), strict=False):
         a, _ = ours(a, batch)
         b, _ = plain(b, batch)
         if i == 4:
-            everywhere = NamedSharding(mesh, PartitionSpec())
             a = jax.tree.map(lambda x: jax.device_put(np.asarray(x), everywhere), a)
     same(a, b)
     assert len(looked) > 2

@@ -240,3 +240,33 @@ def test_other_sums_share_a_message_too(kind, mesh):
 def test_bad_options_are_refused(wrong, message):
     with pytest.raises(shardstep.ShardstepError, match=message):
         Options(**wrong)
+
+
+@pytest.mark.parametrize("name", ["lamb", "lars", "adafactor"])
+def test_what_is_normalised_leaf_by_leaf_is_normalised_together(mesh, name):
+    """Each weight's norms are messages of their own in the program; none waits for another's."""
+    optimizer = getattr(optax, name)(1e-3)
+
+    def step(state, x):
+        params, moments = state
+
+        def loss(params):
+            y = x
+            for w, b in params:
+                y = jnp.tanh(y @ w + b)
+            return jnp.mean(y**2)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, moments = optimizer.update(grads, moments, params)
+        return (optax.apply_updates(params, updates), moments), value
+
+    def counted(layers):
+        params = [(jnp.eye(128) + 0.01 * i, jnp.full(128, 0.1)) for i in range(layers)]
+        state = params, optimizer.init(params)
+        sharded = shardstep.shard(step, mesh, weights="replicated", options=shardstep.Options(min_shard_bytes=512))
+        ours, plain = sharded(state, batch), jax.jit(step)(state, batch)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), 1e-4, 1e-5), ours, plain)
+        return counts(collectives(sharded.lower(state, batch).compile().as_text()))
+
+    batch = jnp.linspace(-1, 1, 16 * 128).reshape(16, 128)
+    assert counted(2)["all-reduce"] == counted(3)["all-reduce"] <= 4

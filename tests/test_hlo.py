@@ -74,3 +74,18 @@ def test_reads_the_group_of_one_mesh_axis(axes, group):
     mesh = jax.make_mesh((2, 4), ("data", "chip"), axis_types=(AxisType.Auto,) * 2)
     (found,) = compiled(lambda x: jax.lax.psum(x, axes), mesh, jnp.ones((128, 16)))
     assert found.group == group
+
+
+def test_an_all_reduce_is_counted_once_in_either_form_of_its_start():
+    """Older compilers name the results alone, newer ones the operands before them."""
+    forms = (
+        "%r = f32[64]{0} all-reduce-start(%p)",
+        "%r = (f32[64]{0}, bf16[32]{0}) all-reduce-start(%p, %q)",
+        "%r = ((f32[64]{0}), f32[64]{0}) all-reduce-start(%p)",
+        "%r = ((f32[64]{0}, bf16[32]{0}), (f32[64]{0}, bf16[32]{0})) all-reduce-start(%p, %q)",
+    )
+    sizes = [
+        collectives(f"HloModule m, num_partitions=4\nENTRY %main (p: f32[8]) -> f32[8] {{\n  {form}\n}}\n")[0].bytes
+        for form in forms
+    ]
+    assert sizes == [256, 320, 256, 320]

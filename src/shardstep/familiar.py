@@ -26,7 +26,7 @@ class Familiar:
     context: Any  # the Explicit mesh around the call, if any
     axes: Collection[str]  # of the mesh, those that are the user's
     padded: dict[int, tuple[int, ...]]  # leaves that padding surrounds, with their logical shape
-    state: list[tuple[int, type, Any, Any]]  # each array of the state: its type, its aval, its sharding
+    state: list[tuple[int, Any, Any, Any]]  # each array of the state: its type, its aval, its sharding
     others: dict[int, Any]  # what a program depends on of the other leaves: the batch, a key, a learning rate
 
     @classmethod

@@ -27,6 +27,7 @@ from jax import lax
 
 from .collectives import Move, convert, gather_blocks, moves, padded, perform, reduce, unpadded, wire_dtype
 from .layout import REPLICATED, Axis, Layout, Partial, Replicated, Split
+from .ordering import by_depth
 from .program import Var
 from .schedule import Bundle, Schedule, Transfer
 
@@ -60,6 +61,18 @@ def fuse(schedule: Schedule, limit: int) -> Schedule:
     """The same schedule with transfers of at most `limit` bytes bundled, in bodies too."""
     if not limit:
         return schedule
+
+    def small(t: Transfer) -> bool:
+        return t.array.nbytes <= limit and _kind(t, schedule.axes) is not None
+
+    return min(_bundled(schedule, limit), _bundled(by_depth(schedule, small), limit), key=_bundles)
+
+
+def _bundles(schedule: Schedule) -> int:
+    return sum(map(len, schedule.transfers))
+
+
+def _bundled(schedule: Schedule, limit: int) -> Schedule:
     steps = tuple(
         step._replace(bodies=tuple(fuse(body, limit) for body in step.bodies)) if step.bodies else step
         for step in schedule.steps
