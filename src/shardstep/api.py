@@ -14,6 +14,7 @@ from . import engines, interpreter, meshes, processes, shardings
 from .arguments import Call, Signature, as_tuple, shape_of
 from .batch import Batch
 from .capture import Captured, capture, refuse, uses_axis
+from .collector import undisturbed
 from .errors import ShardstepError
 from .familiar import Familiar
 from .layout import Axis, Layout, Varying, padded_shape, partition_spec
@@ -175,6 +176,7 @@ class ShardedStep:
             call = self._signature.take_apart(args, kwargs, numbers_static=True)
         return program, call
 
+    @undisturbed()
     def _rewrite(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Rewritten:
         replicas = self.replicas
         captured = capture(
@@ -274,6 +276,7 @@ class Rewritten:
         return held if held != shape else None
 
     @functools.cached_property
+    @undisturbed()
     def plan(self) -> Plan:
         return describe(self.captured, self.decided, self.replicas)
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -16,6 +14,7 @@ from jax.sharding import Mesh
 
 from ..api import ShardedStep
 from ..arguments import shape_of
+from ..collector import undisturbed
 from ..errors import IndivisibleBatch
 from ..plan import Plan
 from ..report.terminal import console_for, render
@@ -57,20 +56,6 @@ def explain(name: str, topology: str | None, every: bool, as_json: bool, html: s
 
 def all_devices() -> Mesh:
     return Mesh(np.asarray(jax.devices()), ("data",))
-
-
-@contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
-    """Without the garbage collector: planning makes no garbage, and a walk through a large program's millions of
-    objects every so often would take longer than the planning.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def plan_program(factory: Callable[[], Any], mesh: Mesh, topology: str | None = None) -> Explained:
