@@ -9,9 +9,9 @@ process, float32. Weights and tokens are the same, and the losses of the first s
 
 Each variant is a group of processes joined by gloo over 127.0.0.1. The groups take turns, a few steps each, and wait on
 a pipe meanwhile. They do not all fit into memory, so there are two sittings: one with the fused AdamW, one with the
-default one (a Python loop on the CPU); the JAX variants take part in both. Each process keeps to one core, and glibc keeps
-freed memory (see `core.py`), for both frameworks. PyTorch gets an environment of its own, `.venv-torch`, made on the
-first run.
+default one (a Python loop on the CPU); the JAX variants take part in both. Each process keeps to one core, and glibc
+keeps freed memory (see `core.py`), for both frameworks. PyTorch gets an environment of its own, `.venv-torch`, made on
+the first run.
 """
 
 from __future__ import annotations

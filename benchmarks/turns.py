@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import json
 import os
 import socket
@@ -129,7 +130,7 @@ class Group:
         losses = [sum(values) / len(values) for values in zip(*(a["losses"] for a in answers), strict=True)]
         slowest = max(answers, key=lambda a: a["stamps"][-1])
         peaks = [a["peak_rss_bytes"] for a in answers if a["peak_rss_bytes"]]
-        seconds = [after - before for before, after in zip(ends, ends[1:], strict=False)]
+        seconds = [after - before for before, after in itertools.pairwise(ends)]
         return Turn(seconds, losses, slowest["parts"], max(peaks, default=None))
 
     def facts(self) -> dict[str, Any]:
