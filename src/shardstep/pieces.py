@@ -1,14 +1,15 @@
 """Between processes on CPU, a large gradient is scattered in pieces.
 
 gloo, which joins JAX's CPU processes, sends a block in one message over one TCP connection, and XLA copies the whole
-tensor for it first. A message that exceeds what the kernel takes at once (`net.ipv4.tcp_wmem`, at most 4 MiB by
-default) goes through a chain of wake-ups in both processes: one of 4 MiB took 3.7 ms, one of 8 MiB 22.6 ms.
+tensor for it first. On a loaded machine a message of 4 MiB took 3.7 ms and one of 8 MiB 22.6 ms. Why is not
+established; the likely cause is the kernel's send buffer (`net.ipv4.tcp_wmem`, at most 4 MiB there).
 
-So a large block goes round the ring in pieces that the kernel takes whole. Each replica sends what it would send
+So a large block goes round the ring in pieces below that size. Each replica sends what it would send
 otherwise, (n - 1) / n of the tensor, and in the plan this remains one reduce-scatter.
 
 Steps of the transformer of `benchmarks/core.py`, scattered by gloo and in pieces, one process a core (2 cores), JAX
-0.12.0.1, 2026-11-16: 2 processes 351 and 346 ms, 4 processes 644 and 596 ms. Gathering the weights in pieces as well
+0.12.0.1, 2026-11-16: 2 processes 351 and 346 ms (no difference: 24
+steps, overlapping quartiles), 4 processes 644 and 596 ms (12 steps). Gathering the weights in pieces as well
 was tried and lost (470 ms with 2 processes): what arrives in pieces is copied once more to be whole.
 """
 
