@@ -6,6 +6,7 @@
 #   make docs                 the documentation as a site, warnings are errors
 #   make screenshots          of the report, for the README (needs Chromium)
 #   make bench                step time, memory and bytes on the wire against the alternatives
+#   make bench-torch          the same transformer in PyTorch and in shardstep, in several processes
 #
 # Another interpreter in another environment:  make test PYTHON=python3.12 VENV=.venv-312
 # With the TPU compiler, and the tests that need it:  make test EXTRAS=test,tpu
@@ -19,7 +20,7 @@ EXTRAS  ?= test
 
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types pytest fuzz docs screenshots bench format clean
+.PHONY: demo test lint types pytest fuzz docs screenshots bench bench-torch format clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/shardstep demo $(ARGS)
@@ -53,6 +54,10 @@ screenshots: $(VENV)/.installed-test $(VENV)/.installed-demo
 
 bench: $(VENV)/.installed-bench
 	$(BIN)/python benchmarks/core.py $(ARGS)
+
+# PyTorch lives in an environment of its own, .venv-torch: the script makes it.
+bench-torch: $(VENV)/.installed-bench
+	$(BIN)/python benchmarks/against_torch.py --json benchmarks/results/torch.json $(ARGS)
 
 format: $(VENV)/.installed-$(EXTRAS)
 	$(BIN)/ruff check --fix .

@@ -35,6 +35,7 @@ from .layout import (
     block_shape,
     padded_shape,
 )
+from .pieces import in_pieces, scatter_in_pieces
 
 
 class Move(NamedTuple):
@@ -270,6 +271,8 @@ def scatter(x: jax.Array, dim: int, axis: Axis) -> jax.Array:
     """
     if axis.tiled:
         x = with_layout_constraint(x, MemoryLayout(tuple(range(x.ndim))))
+    if in_pieces(x.nbytes // axis.size, axis):
+        return scatter_in_pieces(x, dim, axis)
     return lax.psum_scatter(x, axis.name, scatter_dimension=dim, tiled=True)
 
 

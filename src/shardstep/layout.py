@@ -104,6 +104,7 @@ class Axis(NamedTuple):
     size: int
     widens: bool = False  # are sums of 16-bit floats formed in float32, as XLA's own all-reduce does on CPU?
     tiled: bool = False  # does memory come in tiles, as on TPU?
+    message_bytes: int = 0  # larger blocks are scattered in pieces (see pieces.py); 0: whole
 
     @property
     def name(self) -> str | tuple[str, ...]:

@@ -20,6 +20,7 @@ from .arguments import as_tuple
 from .errors import ShardstepError
 from .layout import Axis
 from .links import Ring, collective_time
+from .pieces import MESSAGE_BYTES
 from .topology import Arrangement, Topology
 
 
@@ -76,13 +77,16 @@ class Replicas:
         first = columns[0][0]
         platform = first.platform if machine is None else topology.describe(machine).platform
         widens = platform == "cpu"  # XLA's CPU backend sums 16-bit floats in float32: the rewritten step too
+        # What is said in pieces.py was measured with every replica in a process of its own.
+        processes = len({d.process_index for d in columns[0]})
+        message_bytes = MESSAGE_BYTES if first.platform == "cpu" and processes == size else 0
         machine_topology = topology.of_devices(columns[0], (r.ring for r in chosen.rings))
         if machine is not None:
             named = topology.describe(machine)
             machine_topology = replace(named, rings=machine_topology.rings)
         return cls(
             Mesh(devices, axis_names),  # Auto: ordinary code on arrays of an Explicit mesh raises sharding errors
-            tuple(Axis(r.names, r.ring.size, widens, tiled=first.platform == "tpu") for r in chosen.rings),
+            tuple(Axis(r.names, r.ring.size, widens, first.platform == "tpu", message_bytes) for r in chosen.rings),
             chosen.shared,
             names,
             mesh,

@@ -1,0 +1,126 @@
+"""One process of a JAX data-parallel run of the transformer of `core.py`: replicated `jit`, or shardstep.
+
+    python jax_worker.py --variant shardstep --process 0 --processes 2 --port 1234
+    python jax_worker.py --processes 2 --export start.npz       # weights and tokens, for other frameworks
+
+Started by `against_torch.py`, which holds the other end of its pipes. With `--devices` one process simulates several
+devices instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from turns import pin, serve
+
+SIZES = {"transformer": {}, "smoke": {"width": 64, "vocabulary": 512, "heads": 4}}
+HEADS = 16
+
+
+@dataclass
+class Training:
+    step_function: Any
+    state: Any
+    batch: Any
+    compiled: Any
+    compile_seconds: float
+    parts: dict[str, float] = field(default_factory=dict)
+
+    def step(self) -> float:
+        import jax
+
+        self.state, loss = jax.block_until_ready(self.step_function(self.state, self.batch))
+        return float(loss)
+
+    def facts(self) -> dict[str, Any]:
+        import jax
+        from hlo import collectives, counts, wire_bytes
+
+        memory, found = self.compiled.memory_analysis(), collectives(self.compiled.as_text())
+        return {
+            "versions": {"jax": jax.__version__},
+            "optimizer_bytes": _held(self.state.optimizer),
+            "weight_bytes": _held(self.state.params),
+            "arg_bytes": memory.argument_size_in_bytes,
+            "temp_bytes": memory.temp_size_in_bytes,
+            "wire_bytes": wire_bytes(found),
+            "collectives": counts(found),
+            "compile_s": self.compile_seconds,
+        }
+
+
+def _held(tree: Any) -> int:
+    """Bytes on the first device of this process."""
+    import jax
+
+    return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
+
+
+def workload(args: argparse.Namespace) -> Any:
+    import core
+
+    return core.transformer(args.processes * args.devices, **SIZES[args.size])
+
+
+def create(args: argparse.Namespace) -> Training:
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", args.devices)
+    if args.processes > 1:
+        jax.distributed.initialize(f"127.0.0.1:{args.port}", args.processes, args.process)
+    import core
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+    work = workload(args)
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    step = core.VARIANTS[args.variant](work, mesh)
+    own = work.batch[args.process * args.devices : (args.process + 1) * args.devices]
+    batch = jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec("data")), own)
+    shapes = jax.eval_shape(work.init)
+    if hasattr(step, "plan"):
+        state = step.plan(shapes, batch).init(work.init)
+    else:
+        state = jax.jit(work.init, out_shardings=NamedSharding(mesh, PartitionSpec()))()
+    started = time.perf_counter()
+    compiled = step.lower(state, batch).compile()
+    return Training(step, state, batch, compiled, time.perf_counter() - started)
+
+
+def export(args: argparse.Namespace) -> None:
+    """The initial weights by path, the global batch, the number of heads."""
+    import jax
+    import numpy as np
+
+    work = workload(args)
+    params = work.init().params
+    leaves = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    }
+    np.savez(args.export, batch=work.batch, heads=SIZES[args.size].get("heads", HEADS), **leaves)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variant", choices=["replicated", "zero1", "shardstep", "shardstep-sharded"])
+    parser.add_argument("--process", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--devices", type=int, default=1, help="simulated ones, in each process")
+    parser.add_argument("--port", type=int, help="of the first process")
+    parser.add_argument("--size", choices=SIZES, default="transformer")
+    parser.add_argument("--core", type=int, help="stay on this core")
+    parser.add_argument("--export", type=Path)
+    args = parser.parse_args()
+    pin(args.core)
+    if args.export:
+        export(args)
+    else:
+        serve(lambda: create(args))
+
+
+if __name__ == "__main__":
+    main()
