@@ -4,13 +4,13 @@
     python benchmarks/against_torch.py --processes 2 --rounds 20
     python benchmarks/against_torch.py --variant shardstep ddp-fused
 
-The work is that of `core.py`: 42 million parameters, AdamW after clipping by the global norm, one short sequence a
+The work is the transformer of `workloads.py`: 42 million parameters, AdamW after clipping by the global norm, one short sequence a
 process, float32. Weights and tokens are the same, and the losses of the first steps must agree, or there is no result.
 
 Each variant is a group of processes joined by gloo over 127.0.0.1. The groups take turns, a few steps each, and wait on
 a pipe meanwhile. They do not all fit into memory, so there are two sittings: one with the fused AdamW, one with the
 default one (a Python loop on the CPU); the JAX variants take part in both. Each process keeps to one core, and glibc
-keeps freed memory (see `core.py`), for both frameworks. PyTorch gets an environment of its own, `.venv-torch`, made on
+keeps freed memory (see `cell.py`), for both frameworks. PyTorch gets an environment of its own, `.venv-torch`, made on
 the first run.
 """
 
@@ -90,7 +90,7 @@ ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
 }
-KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_ARENA_MAX": "1"}  # as in core.py
+KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_ARENA_MAX": "1"}  # as in cell.py
 
 
 def start(variant: Variant, processes: int, args: argparse.Namespace, scratch: Path) -> Group:
@@ -311,7 +311,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="in a turn (default: %(default)s)")
     parser.add_argument("--warm-up", type=int, default=5, help="steps before, whose losses must agree")
     parser.add_argument("--size", choices=("transformer", "smoke"), default="transformer")
-    parser.add_argument("--malloc", choices=("keep", "default"), default="keep", help="see core.py")
+    parser.add_argument("--malloc", choices=("keep", "default"), default="keep", help="see cell.py")
     parser.add_argument("--pin", action=argparse.BooleanOptionalAction, default=True, help="a process to a core")
     parser.add_argument("--scratch", type=Path, default=ENVIRONMENT / "run", help="for weights and logs")
     parser.add_argument("--json", type=Path, help="write all figures to this file")

@@ -1,4 +1,4 @@
-"""One process of a JAX data-parallel run of the transformer of `core.py`: replicated `jit`, or shardstep.
+"""One process of a JAX data-parallel run of the transformer of `workloads.py`: replicated `jit`, or shardstep.
 
     python jax_worker.py --variant shardstep --process 0 --processes 2 --port 1234
     python jax_worker.py --processes 2 --export start.npz       # weights and tokens, for other frameworks
@@ -38,7 +38,8 @@ class Training:
 
     def facts(self) -> dict[str, Any]:
         import jax
-        from hlo import collectives, counts, wire_bytes
+
+        from shardstep.hlo import collectives, counts, wire_bytes
 
         memory, found = self.compiled.memory_analysis(), collectives(self.compiled.as_text())
         return {
@@ -61,9 +62,22 @@ def _held(tree: Any) -> int:
 
 
 def workload(args: argparse.Namespace) -> Any:
-    import core
+    import workloads
 
-    return core.transformer(args.processes * args.devices, **SIZES[args.size])
+    return workloads.transformer(args.processes * args.devices, "adamw+clip", **SIZES[args.size])
+
+
+def step_of(variant: str, work: Any, mesh: Any) -> Any:
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    import shardstep
+
+    if variant != "replicated":
+        return shardstep.shard(work.step, mesh, weights=variant.partition("-")[2] or "replicated")
+    everywhere, by_example = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
+    where = {"in_shardings": (everywhere, by_example), "out_shardings": (everywhere, everywhere)}
+    return jax.jit(work.step, **where, donate_argnums=0)
 
 
 def create(args: argparse.Namespace) -> Training:
@@ -72,12 +86,11 @@ def create(args: argparse.Namespace) -> Training:
     jax.config.update("jax_num_cpu_devices", args.devices)
     if args.processes > 1:
         jax.distributed.initialize(f"127.0.0.1:{args.port}", args.processes, args.process)
-    import core
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
     work = workload(args)
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
-    step = core.VARIANTS[args.variant](work, mesh)
+    step = step_of(args.variant, work, mesh)
     own = work.batch[args.process * args.devices : (args.process + 1) * args.devices]
     batch = jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec("data")), own)
     shapes = jax.eval_shape(work.init)
@@ -106,7 +119,7 @@ def export(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variant", choices=["replicated", "zero1", "shardstep", "shardstep-sharded"])
+    parser.add_argument("--variant", choices=["replicated", "shardstep", "shardstep-sharded"])
     parser.add_argument("--process", type=int, default=0)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--devices", type=int, default=1, help="simulated ones, in each process")

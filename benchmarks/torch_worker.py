@@ -1,4 +1,4 @@
-"""One process of a PyTorch data-parallel run of the transformer of `core.py`. Runs in PyTorch's environment.
+"""One process of a PyTorch data-parallel run of the transformer of `workloads.py`. Runs in PyTorch's environment.
 
     python torch_worker.py --variant ddp-fused --process 0 --processes 2 --port 1234 --start start.npz
 
@@ -23,7 +23,7 @@ from turns import pin, serve
 
 
 def model(start: Mapping[str, Any], heads: int) -> Any:
-    """The transformer of `core.py`, with the given weights."""
+    """The transformer of `workloads.py`, with the given weights."""
     import torch
     from torch import nn
     from torch.nn import functional
