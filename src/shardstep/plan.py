@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from . import engines, initial, meshes
 from .capture import Captured
+from .colours import first_axis, spread
 from .errors import ShardstepError
 from .fusing import bucket_bytes, fuse
 from .layout import (
@@ -36,7 +37,7 @@ from .layout import (
 from .options import Options
 from .placement import split_layout, split_on
 from .precision import travel_in
-from .prediction import over_examples, update_time, wire_time
+from .prediction import axis_times, over_examples, update_time, wire_time
 from .program import Atom, Var
 from .propagate import Forward, schedule, whole
 from .replicas import Replicas
@@ -106,6 +107,7 @@ class Plan:
     update_flops: Total
     wire_seconds: Total  # predicted by the cost model, see `links.py`
     update_seconds: Total
+    axis_seconds: tuple[tuple[str, float], ...] = ()  # how long the links of each data axis are busy, of several
     notes: tuple[str, ...] = ()
     timeline: tuple[Segment, ...] = ()  # the sharded step in order
     timeline_before: tuple[Segment, ...] = ()  # the replicated one
@@ -225,14 +227,33 @@ def _attempt(
         updating = role == "frozen" and uses[var] > 1 and i not in unsharded.met_batch  # the update alone reads it
         rest = _rest(var.array, "auxiliary" if updating else role, weights, replicas, small, captured.kept[i])
         rests.append(rest)
+    alone = bucket_bytes(options.bucket_bytes, replicas.topology.platform)
+    rests = _take_turns(captured, replicas, roles, rests, alone)
     inputs = [examples.get(i, layout) for i, (layout, _) in enumerate(rests)]
     outputs: list[Layout | None] = [None] * len(program.outputs)
     for i, o in captured.state.items():
         outputs[o] = inputs[i]
     decided = schedule(program, axes, inputs, outputs, memo=memo)
     decided = travel_in(decided, options.reduce_dtype, options.gather_dtype)
-    decided = fuse(decided, bucket_bytes(options.bucket_bytes, replicas.topology.platform))
+    decided = fuse(decided, alone)
     return decided, [reason for _, reason in rests]
+
+
+def _take_turns(
+    captured: Captured, replicas: Replicas, roles: Sequence[str], rests: list[tuple[Layout, str]], alone: int
+) -> list[tuple[Layout, str]]:
+    """On a torus, some tensors begin with another axis."""
+    if not replicas.topology.tiled or any(captured.kept):
+        return rests
+    layouts = [layout for layout, _ in rests]
+    weights = {i for i, role in enumerate(roles) if role == "weight"}
+    rings = replicas.topology.rings
+    turned = spread(captured.program, captured.state, weights, layouts, replicas.axes, rings, alone)
+    rests = list(rests)
+    for i, layout in turned.items():
+        axis = "+".join(replicas.axes[first_axis(layout)].names)
+        rests[i] = layout, f"{rests[i][1]}; {axis} first, so that all links work"
+    return rests
 
 
 def _with_engine(
@@ -288,6 +309,7 @@ def describe(captured: Captured, decided: Decided, replicas: Replicas) -> Plan:
     baseline, ours = decided.baseline, decided.schedule
     rewritten = decided.engine.engine == "rewrite"
     told = tuple(moments(ours)) if rewritten else ()
+    busy = axis_times(ours.collectives, axes, topology) if rewritten and len(axes) > 1 else []
     return Plan(
         replicas=replicas.count,
         topology=str(topology),
@@ -306,6 +328,7 @@ def describe(captured: Captured, decided: Decided, replicas: Replicas) -> Plan:
             wire_time((ours if rewritten else baseline).collectives, axes, topology),
         ),
         update_seconds=Total(update_time(baseline, topology), update_time(ours, topology)),
+        axis_seconds=tuple(("+".join(axis.names), seconds) for axis, seconds in zip(axes, busy, strict=False)),
         engine=decided.engine.engine,
         why_engine=decided.engine.why,
         notes=(replicas.note,) if replicas.note else (),
