@@ -36,7 +36,7 @@ from .layout import (
 )
 from .options import Options
 from .placement import split_layout, split_on
-from .precision import travel_in
+from .precision import summed_as_made, travel_in
 from .prediction import axis_times, over_examples, update_time, wire_time
 from .program import Atom, Var
 from .propagate import Forward, schedule, whole
@@ -198,6 +198,8 @@ def decide(captured: Captured, replicas: Replicas, weights: str, options: Option
     roles = _roles(captured, unsharded)
     memo: dict[Any, Any] = {}
     baseline = _baseline(captured, replicas.axes, memo)
+    if replicas.topology.platform == "tpu":
+        baseline = summed_as_made(baseline)
     chosen, why = choose_weights(weights, options, replicas.topology.platform)
     small = _small_bytes(captured, roles, replicas, options)
     rested, reasons = _attempt(captured, replicas, roles, unsharded, chosen, small, options, memo)
