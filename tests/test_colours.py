@@ -12,8 +12,9 @@ from hlo import collectives
 from steps import OPTIMIZER, assert_same
 
 import shardstep
+from shardstep.collectives import moves
 from shardstep.colours import first_axis
-from shardstep.layout import Axis, Split, block_shape
+from shardstep.layout import PARTIAL, REPLICATED, Axis, Split, block_shape
 from shardstep.placement import beginning_with
 
 WIDTH, LAYERS, EXAMPLES = 1024, 4, 16
@@ -43,10 +44,21 @@ def layout(*dims):
 def test_another_axis_first_if_it_costs_nothing(shape, axes, usual, first, expected):
     found = beginning_with(first, shape, layout(*usual), axes)
     if expected is None:
-        assert found is None or first_axis(found) == first_axis(layout(*usual))
+        assert found is None or first_axis(shape, found, axes) == first_axis(shape, layout(*usual), axes)
     else:
-        assert found == layout(*expected) and first_axis(found) == first
+        assert found == layout(*expected) and first_axis(shape, found, axes) == first
         assert len(block_shape(shape, found, axes)) == len(shape)
+
+
+def test_a_cut_tile_is_scattered_last_and_many_replicas_are_gathered_axis_by_axis():
+    """What the TPU's compiler makes all-reduces of: a scatter into part of a tile, a joint gather over 256 replicas."""
+    torus = (Axis(("y",), 16, tiled=True), Axis(("x",), 16, tiled=True))
+    split, summed, whole = layout(2, 0), (PARTIAL,) * 2, (REPLICATED,) * 2
+    assert [m.axes for m in moves(summed, split, (16, 64, 1024), torus)] == [(1,), (0,)]  # columns of 64
+    assert [m.axes for m in moves(summed, split, (16, 64, 4096), torus)] == [(0,), (1,)]  # columns of 256
+    assert [m.axes for m in moves(layout(0, 0), whole, (4096, 1024), torus)] == [(1,), (0,)]
+    small = tuple(axis._replace(size=4) for axis in torus)
+    assert [m.axes for m in moves(layout(0, 0), whole, (4096, 1024), small)] == [(0, 1)]
 
 
 # -- in a step ------------------------------------------------------------------------------------------------------

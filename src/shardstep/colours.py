@@ -55,9 +55,9 @@ def spread(
     return found
 
 
-def first_axis(layout: Layout) -> int:
+def first_axis(shape: tuple[int, ...], layout: Layout, axes: tuple[Axis, ...]) -> int:
     """The axis along which a gradient is scattered into this layout first."""
-    return next(moves(_summed(layout), layout)).axis
+    return next(moves(_summed(layout), layout, shape, axes)).axis
 
 
 def _summed(layout: Layout) -> Layout:
@@ -79,6 +79,6 @@ def _added(
 
 def _orders(array: Array, usual: Layout, axes: tuple[Axis, ...], torus: Sequence[int]) -> list[Layout]:
     """The layouts in which another axis comes first, at no cost."""
-    begun = first_axis(usual)
+    begun = first_axis(array.shape, usual, axes)
     others = (beginning_with(first, array.shape, usual, axes) for first in torus if first != begun)
-    return [layout for layout in others if layout is not None and first_axis(layout) != begun]
+    return [layout for layout in others if layout is not None and first_axis(array.shape, layout, axes) != begun]

@@ -74,7 +74,7 @@ def _waste(shape: tuple[int, ...], layout: Layout, axes: tuple[Axis, ...]) -> tu
     """What speaks against a layout: memory, padding, cut tiles."""
     block = block_shape(shape, layout, axes)
     dims = _dims(*layout)
-    return filled(block), sum(map(is_padded, layout)), sum(_cuts_tiles(block, d) for d in dims)
+    return filled(block), sum(map(is_padded, layout)), sum(cuts_tiles(block, d) for d in dims)
 
 
 def _dims(*placements: Placement | None) -> set[int]:
@@ -122,7 +122,7 @@ def _whole_tiles(
             closed |= _dims(found.get(order[0]))
         splits = [s for s in splits if s.extent <= _WASTE * local[s.dim] and s.dim not in closed]
         memory = {s: filled(local_shape(local, s, n)) * (_PADDED if s.extent else 1) for s in splits}
-        ragged = {s: _cuts_tiles(local_shape(local, s, n), s.dim) for s in splits}
+        ragged = {s: cuts_tiles(local_shape(local, s, n), s.dim) for s in splits}
         best = min(splits, key=lambda s: (memory[s], ragged[s], (s.dim + 1) % len(shape)), default=None)
         if best is not None and memory[best] < filled(local):
             found[k] = best
@@ -130,7 +130,7 @@ def _whole_tiles(
     return found
 
 
-def _cuts_tiles(block: tuple[int, ...], dim: int) -> bool:
+def cuts_tiles(block: tuple[int, ...], dim: int) -> bool:
     """Does a block end inside of a tile? (Two tiles side by side: a bfloat16 gradient that is scattered into columns of
     one, 128 wide, compiles to an all-reduce.)
     """

@@ -253,7 +253,8 @@ def _take_turns(
     turned = spread(captured.program, captured.state, weights, layouts, replicas.axes, rings, alone)
     rests = list(rests)
     for i, layout in turned.items():
-        axis = "+".join(replicas.axes[first_axis(layout)].names)
+        shape = captured.program.inputs[i].array.shape
+        axis = "+".join(replicas.axes[first_axis(shape, layout, replicas.axes)].names)
         rests[i] = layout, f"{rests[i][1]}; {axis} first, so that all links work"
     return rests
 
