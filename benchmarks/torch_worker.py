@@ -29,7 +29,7 @@ def model(start: Mapping[str, Any], heads: int) -> Any:
     from torch.nn import functional
 
     def linear(weight: Any) -> nn.Linear:
-        """`core.py` computes `x @ w`; `nn.Linear` holds the transpose."""
+        """`workloads.py` computes `x @ w`; `nn.Linear` holds the transpose."""
         made = nn.Linear(*weight.shape, bias=False)
         made.weight.data.copy_(torch.from_numpy(weight.T.copy()))
         return made

@@ -2,6 +2,7 @@
 
     python benchmarks/tpu_aot.py                                     # the small program on all topologies
     python benchmarks/tpu_aot.py --workload transformer resnet50 --topology v5e:4x4 --json out.json
+    python benchmarks/tpu_aot.py --summary                           # which goals the measured rows meet
 
 For each topology, workload and optimizer, four programs: replicated, hand-annotated ZeRO-1 (a NamedSharding on the
 moments), shardstep with replicated and with sharded weights. From the compiled HLO:
@@ -44,13 +45,14 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.table import Table
+from tpu_goals import indexed, summary
 
 import shardstep
 from shardstep.hlo import collectives, counts, wire_bytes
 from shardstep.topology import describe
 
 TOPOLOGIES = ("v3:4x4", "v5e:4x4", "v5e:16x16", "v5p:4x4x4", "v6e:4x4")
-OPTIMIZERS = {"adam": optax.adam(1e-3), "momentum": optax.sgd(1e-3, momentum=0.9)}
+OPTIMIZERS = {"adam": optax.adam(1e-3), "momentum": optax.sgd(1e-3, momentum=0.9), "sgd": optax.sgd(1e-3)}
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -341,13 +343,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=["matrices"])
     parser.add_argument("--topology", nargs="+", default=list(TOPOLOGIES))
-    parser.add_argument("--optimizer", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
+    parser.add_argument("--optimizer", nargs="+", choices=OPTIMIZERS, default=["adam", "momentum"])
     parser.add_argument("--variant", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--json", type=Path, default=RESULTS / "tpu_aot.json", help="rows are added to this file")
     parser.add_argument("--hlo", type=Path, help="a folder for the compiled programs")
+    parser.add_argument("--merge", nargs="+", type=Path, default=[], help="add the rows of these files first")
+    parser.add_argument("--summary", action="store_true", help="compile nothing; say which goals are met")
     args = parser.parse_args()
     known = json.loads(args.json.read_text())["rows"] if args.json.exists() else []
+    known += [row for path in args.merge for row in json.loads(path.read_text())["rows"]]
     rows = {_key(Row(**row)): Row(**row) for row in known}
+    if args.merge:
+        save(args.json, rows)
+    if args.summary:
+        print(summary(indexed(asdict(row) for row in rows.values())))
+    if args.merge or args.summary:
+        return
     todo = [(t, w, o, v) for w in args.workload for t in args.topology for o in args.optimizer for v in args.variant]
     for one in todo:
         row, text = compile_one(*one)
@@ -367,7 +378,19 @@ def _key(row: Row) -> tuple[str, str, str, str]:
 def save(path: Path, rows: dict[Any, Row]) -> None:
     path.parent.mkdir(exist_ok=True)
     about = {"jax": jax.__version__, "python": platform.python_version(), "libtpu": _libtpu()}
-    path.write_text(json.dumps({"about": about, "rows": [asdict(row) for row in rows.values()]}, indent=1) + "\n")
+    if path.exists() and (note := json.loads(path.read_text())["about"].get("note")):
+        about["note"] = note
+    by_place = sorted(rows.values(), key=_place)
+    path.write_text(json.dumps({"about": about, "rows": [asdict(row) for row in by_place]}, indent=1) + "\n")
+
+
+def _place(row: Row) -> tuple[int, ...]:
+    """Rows stand in the order of the tables above, however they were measured."""
+    tables = (WORKLOADS, TOPOLOGIES, OPTIMIZERS, VARIANTS)
+    return tuple(
+        list(t).index(k) if k in t else len(t)
+        for t, k in zip(tables, (row.workload, row.topology, row.optimizer, row.variant), strict=True)
+    )
 
 
 def _libtpu() -> str:

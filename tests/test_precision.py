@@ -224,3 +224,17 @@ def test_replicated_weights_are_never_rounded(mesh):
     sharded = shardstep.shard(step, mesh, weights="replicated", options=Options(gather_dtype=jnp.bfloat16))
     with pytest.raises(shardstep.ShardstepError, match="weights='sharded'"):
         sharded.plan(state, BATCH)
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+def test_on_tpu_the_plan_compares_with_an_all_reduce_in_bfloat16(weights, mesh):
+    """There XLA sums gradients as the backward pass makes them. Whole float32 weights are more to gather than that."""
+    options = Options(topology="v5e:2x4", bucket_bytes=ALONE)
+    for dtype, size in ((None, 4), (jnp.bfloat16, 2)):
+        step, state = sgd(dtype)
+        plan = shardstep.shard(step, mesh, batch_argnums=1, weights=weights, options=options).plan(state, BATCH)
+        scalar = 2 * 7 / 8 * 4
+        assert plan.wire_bytes.replicated == pytest.approx(2 * 7 / 8 * LAYERS * WEIGHT * size + scalar)
+        gathered = size if weights == "sharded" else 4
+        assert plan.wire_bytes.sharded == pytest.approx(7 / 8 * LAYERS * WEIGHT * (size + gathered) + scalar)
+        assert plan.engine == "rewrite"

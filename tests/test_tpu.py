@@ -48,6 +48,8 @@ def step(state, x):
     changes, moments = OPTIMIZER.update(grads, moments, params)
     return (optax.apply_updates(params, changes), moments), value
 
+FIRST = rf"= f32\\[{WIDTH},\\d+\\]\\S* reduce-scatter\\(.*replica_groups=(.*?), use_global_device_ids"
+
 params = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * LAYERS
 state = (params, jax.eval_shape(OPTIMIZER.init, params))
 
@@ -61,6 +63,8 @@ def compiled(machine, weights):
         "rings": [a.size for a in sharded.replicas.axes],
         "note": sharded.replicas.note,
         "collectives": [(c.kind, c.bytes, c.group) for c in collectives(text)],
+        # the groups along which whole gradients are scattered into columns
+        "first": re.findall(FIRST, text),
         "copies": len(re.findall(r"= f32\\[\\d+,\\d+\\]\\S* copy\\(", text)),
     }
 
@@ -120,3 +124,10 @@ def test_sharded_weights_are_gathered_in_bfloat16(programs, name):
 def test_state_is_not_transposed(programs):
     """Left alone, the compiler transposes all state on v6e to match a transposed gradient."""
     assert programs["v6e:2x4 sharded"]["copies"] == 0
+
+
+@pytest.mark.parametrize("name", ["v5e:4x4 replicated", "v5e:4x4 sharded"])
+def test_tensors_take_turns_on_the_axes(programs, name):
+    """The two gradients begin with different axes of the torus. Sharded weights need no copy for it."""
+    assert len(programs[name]["first"]) == len(set(programs[name]["first"])) == LAYERS
+    assert name.endswith("replicated") or programs[name]["copies"] == 0

@@ -11,7 +11,7 @@ that what is predicted is what is run.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -36,6 +36,7 @@ from .layout import (
     padded_shape,
 )
 from .pieces import in_pieces, scatter_in_pieces
+from .placement import cuts_tiles
 
 
 class Move(NamedTuple):
@@ -109,13 +110,14 @@ def _dealt(placement: Placement) -> bool:
     return isinstance(placement, Split) and placement.dealt
 
 
-def moves(source: Layout, target: Layout) -> Iterator[Move]:
+def moves(source: Layout, target: Layout, shape: tuple[int, ...], axes: tuple[Axis, ...]) -> Iterator[Move]:
     """The conversion as single moves, in an order in which every step is a layout.
 
     Axes that split the same dimension nest in mesh order, so an outer axis cannot be gathered under an inner one:
     inner splits are undone first and made again last. Otherwise the last dimension is scattered first and gathered last
-    (what `placement.py` counts on). What is to be split is split before anything else is reduced: an all-reduce of a
-    shard is cheaper than one of the whole.
+    (what `placement.py` counts on), except for blocks that end inside of a tile: the TPU's compiler makes an all-reduce
+    of such a scatter, so it comes when little is left. What is to be split is split before anything else is reduced:
+    an all-reduce of a shard is cheaper than one of the whole.
     """
     current = list(source)
     undone: list[int] = []
@@ -126,11 +128,12 @@ def moves(source: Layout, target: Layout) -> Iterator[Move]:
         ):
             undone.append(k)
             whole[k] = REPLICATED
-    yield from _in_pairs([Move(k, current[k], REPLICATED) for k in _nested(undone, current, outer_first=False)])
+    yield from _in_pairs([Move(k, current[k], REPLICATED) for k in _nested(undone, current, outer_first=False)], axes)
     current = whole
     changing = [k for k in range(len(current)) if current[k] != target[k]]
     made = [k for k in changing if isinstance(target[k], Split)]
-    for k in _nested(made, target, outer_first=True):
+    ragged = _ragged(shape, target, axes) if made and axes[0].tiled else ()
+    for k in _nested(made, target, outer_first=True, late=ragged):
         yield Move(k, current[k], target[k])
     yield from _at_once([Move(k, current[k], target[k]) for k in changing if k not in made])
 
@@ -140,26 +143,44 @@ def _inside_of_change(current: list[Placement], target: Layout, k: int) -> bool:
     return any(current[j] != target[j] and _dims(current[j], target[j]) & _dims(current[k]) for j in range(k))
 
 
-def _nested(axes: list[int], layout: Sequence[Placement], outer_first: bool) -> Iterator[int]:
-    """Axes that share a dimension from the outside in (or from the inside out); the last dimension first (or last)."""
+def _ragged(shape: tuple[int, ...], layout: Layout, axes: tuple[Axis, ...]) -> set[int]:
+    """The dimensions whose blocks end inside of a tile."""
+    block = block_shape(shape, layout, axes)
+    return {d for d in _dims(*layout) if cuts_tiles(block, d)}
+
+
+def _nested(
+    axes: list[int], layout: Sequence[Placement], outer_first: bool, late: Container[int] = ()
+) -> Iterator[int]:
+    """Axes that share a dimension from the outside in (or from the inside out); the last dimension first (or last).
+
+    Dimensions in `late` come after all others.
+    """
     dims, left = [_dims(p) for p in layout], sorted(axes)
     while left:
         free = [k for k in left if not any(dims[j] & dims[k] and (j < k if outer_first else j > k) for j in left)]
-        chosen = (max if outer_first else min)(free, key=lambda k: (max(dims[k]), k))
+        chosen = (max if outer_first else min)(free, key=lambda k: (max(dims[k]) not in late, max(dims[k]), k))
         left.remove(chosen)
         yield chosen
 
 
-def _in_pairs(gathers: list[Move]) -> Iterator[Move]:
+_JOINT = 32  # replicas
+
+
+def _in_pairs(gathers: list[Move], axes: tuple[Axis, ...]) -> Iterator[Move]:
     """Gathers of one dimension, two axes at a time: the links of both work at once.
 
-    Three at a time would be one gather too, but the TPU's compiler makes a full all-reduce of it.
+    The TPU's compiler makes a full all-reduce of a gather over three axes, and of one over two axes if many replicas
+    take part (2 or 8 MB over 64 or 256: twice the bytes, up to 15 times the cycles; never seen over 16 or 32).
     """
     left = list(gathers)  # from the inside out
     while left:
         move = left.pop(0)
         if left and isinstance(outer := left[0].source, Split) and replace(outer, extent=0) == move.source:
-            move = left.pop(0)._replace(inner=move.axes)
+            joint = left[0]._replace(inner=move.axes)
+            if not axes[move.axis].tiled or joint.over(axes).size <= _JOINT:
+                del left[0]
+                move = joint
         yield move
 
 
@@ -194,7 +215,7 @@ def layout_cost(source: Layout, target: Layout, array: Array, axes: tuple[Axis, 
 def priced_moves(source: Layout, target: Layout, array: Array, axes: tuple[Axis, ...]) -> Iterator[tuple[Move, float]]:
     """Each move with the bytes it puts on the wire."""
     current = list(source)
-    for move in moves(source, target):
+    for move in moves(source, target, array.shape, axes):
         for k in move.axes:
             current[k] = REPLICATED
         held = math.prod(padded_shape(block_shape(array.shape, tuple(current), axes), (move.source, move.target)))
@@ -209,7 +230,7 @@ def convert(x: jax.Array, shape: tuple[int, ...], source: Layout, target: Layout
         data = jax.random.key_data(x)
         data = convert(data, shape + data.shape[x.ndim :], source, target, axes)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    for move in moves(source, target):
+    for move in moves(source, target, shape, axes):
         axis = move.over(axes)
         sent = padded(x, move.target).astype(wire_dtype(move, x.dtype, axis))
         x = unpadded(perform(sent, move, axis).astype(x.dtype), shape, move.source)

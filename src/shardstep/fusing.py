@@ -110,7 +110,7 @@ def _made(schedule: Schedule) -> dict[tuple[Var, Layout], int]:
 def _kind(transfer: Transfer, axes: tuple[Axis, ...]) -> Any:
     """Equal for transfers that can share their collectives; None for one that travels alone, or not at all."""
     dtype = transfer.array.dtype
-    steps = list(moves(transfer.source, transfer.target))
+    steps = list(moves(transfer.source, transfer.target, transfer.array.shape, axes))
     if not transfer.array.size or not all(map(_packs, steps)) or all(m.kind == "local" for m in steps):
         return None
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
@@ -163,7 +163,7 @@ def transfer(arrays: Sequence[jax.Array], bundle: Bundle, axes: tuple[Axis, ...]
         (t,) = bundle
         xs = [convert(xs[0], t.var.array.shape, t.source, t.target, axes)]
     else:
-        for stage in zip(*(moves(t.source, t.target) for t in bundle), strict=True):
+        for stage in zip(*(moves(t.source, t.target, t.array.shape, axes) for t in bundle), strict=True):
             xs = _move_together(xs, [t.var.array.shape for t in bundle], stage, stage[0].over(axes))
     return [x.astype(t.var.array.dtype) if t.dtype is not None else x for x, t in zip(xs, bundle, strict=True)]
 

@@ -1,15 +1,28 @@
 """Along which dimensions a leaf is cut.
 
 The rule sees a shape and the data axes, nothing else, so that all leaves of one shape agree: a weight, its gradient
-and its moments meet in the update as they are.
+and its moments meet in the update as they are. (On a torus, `colours.py` gives some of them another order of axes.)
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
-from .layout import REPLICATED, Array, Axis, Layout, Placement, Split, cut, divides, local_shape
+from .layout import (
+    REPLICATED,
+    Array,
+    Axis,
+    Layout,
+    Placement,
+    Split,
+    block_shape,
+    cut,
+    divides,
+    is_padded,
+    local_shape,
+)
 
 TILE = (16, 128)  # bfloat16's; float32 has (8, 128), but a bfloat16 weight and its float32 moments must agree
 
@@ -17,7 +30,10 @@ TILE = (16, 128)  # bfloat16's; float32 has (8, 128), but a bfloat16 weight and 
 def split_layout(array: Array, axes: tuple[Axis, ...], shared: tuple[bool, ...], tiled: bool = False) -> Layout | None:
     """How a leaf rests when it is split along the shared axes; None if it has no dimension to split."""
     sharded = [k for k in range(len(axes)) if shared[k]]
-    found = _whole_tiles(array.shape, axes, sharded) if tiled else _own_dimensions(array.shape, axes, sharded)
+    if tiled:
+        found = _whole_tiles(array.shape, axes, sharded[::-1])
+    else:
+        found = _own_dimensions(array.shape, axes, sharded)
     if found:
         return tuple(found.get(k, REPLICATED) for k in range(len(axes)))
     dims = [d for d, size in enumerate(array.shape) if size > 1]
@@ -40,6 +56,31 @@ def split_on(
     return tuple(layout)
 
 
+def beginning_with(first: int, shape: tuple[int, ...], usual: Layout, axes: tuple[Axis, ...]) -> Layout | None:
+    """The layout of a leaf on TPU if this axis is the first to be scattered along; None if that is not as good.
+
+    The axis takes the last dimension. Axes nest in mesh order, so that those further out must take others.
+    """
+    split = [k for k, p in enumerate(usual) if isinstance(p, Split)]
+    if first not in split:
+        return None
+    order = [first, *(k for k in reversed(split) if k != first)]
+    found = _whole_tiles(shape, axes, order, outer=[k for k in split if k < first])
+    layout = tuple(found.get(k, REPLICATED) for k in range(len(axes)))
+    return layout if _waste(shape, layout, axes) <= _waste(shape, usual, axes) else None
+
+
+def _waste(shape: tuple[int, ...], layout: Layout, axes: tuple[Axis, ...]) -> tuple[int, int, int]:
+    """What speaks against a layout: memory, padding, cut tiles."""
+    block = block_shape(shape, layout, axes)
+    dims = _dims(*layout)
+    return filled(block), sum(map(is_padded, layout)), sum(cuts_tiles(block, d) for d in dims)
+
+
+def _dims(*placements: Placement | None) -> set[int]:
+    return {p.dim for p in placements if isinstance(p, Split)}
+
+
 def _own_dimensions(shape: tuple[int, ...], axes: tuple[Axis, ...], sharded: list[int]) -> dict[int, Placement]:
     """The first dimension that divides. Of several axes the outer ones take it, and inner ones a later dimension if
     there is one: later dimensions are scattered first, and so along the faster links. Empty where padding is needed.
@@ -60,24 +101,28 @@ _PADDED = 2.0  # a padded leaf is no plain array at rest: only for half the memo
 _WASTE = 1.1  # and only where little of it is padding
 
 
-def _whole_tiles(shape: tuple[int, ...], axes: tuple[Axis, ...], sharded: list[int]) -> dict[int, Placement]:
+def _whole_tiles(
+    shape: tuple[int, ...], axes: tuple[Axis, ...], order: list[int], outer: Sequence[int] = ()
+) -> dict[int, Placement]:
     """The TPU's memory has tiles of 8 (or 16) x 128: a block that cuts one is filled up and shifted about.
 
     Axis by axis, the dimension whose blocks take the least memory, tiles filled up; of equals one that cuts no tile,
     the last dimension before the first ones. (Measured with libtpu: so cut, scatters and gathers compile without
     fix-ups, if the last dimension is scattered first.) An axis that would save no memory is left out: along it, the
-    leaf rests replicated.
+    leaf rests replicated. Axes in `outer` keep off the dimension that the first axis takes.
     """
     found: dict[int, Placement] = {}
     local = shape
-    for k in reversed(sharded):
+    for k in order:
         n = axes[k].size
-        taken = {p.dim for p in found.values() if isinstance(p, Split)}
+        taken = _dims(*found.values())
         splits = [cut(local, d, n) for d in range(len(shape)) if divides(local, Split(d), n) or d not in taken]
         closed = {p.dim for p in found.values() if isinstance(p, Split) and p.extent}  # nothing nests in padding
+        if k in outer:
+            closed |= _dims(found.get(order[0]))
         splits = [s for s in splits if s.extent <= _WASTE * local[s.dim] and s.dim not in closed]
         memory = {s: filled(local_shape(local, s, n)) * (_PADDED if s.extent else 1) for s in splits}
-        ragged = {s: _cuts_tiles(local_shape(local, s, n), s.dim) for s in splits}
+        ragged = {s: cuts_tiles(local_shape(local, s, n), s.dim) for s in splits}
         best = min(splits, key=lambda s: (memory[s], ragged[s], (s.dim + 1) % len(shape)), default=None)
         if best is not None and memory[best] < filled(local):
             found[k] = best
@@ -85,7 +130,7 @@ def _whole_tiles(shape: tuple[int, ...], axes: tuple[Axis, ...], sharded: list[i
     return found
 
 
-def _cuts_tiles(block: tuple[int, ...], dim: int) -> bool:
+def cuts_tiles(block: tuple[int, ...], dim: int) -> bool:
     """Does a block end inside of a tile? (Two tiles side by side: a bfloat16 gradient that is scattered into columns of
     one, 128 wide, compiles to an all-reduce.)
     """

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from . import engines, initial, meshes
 from .capture import Captured
+from .colours import first_axis, spread
 from .errors import ShardstepError
 from .fusing import bucket_bytes, fuse
 from .layout import (
@@ -35,8 +36,8 @@ from .layout import (
 )
 from .options import Options
 from .placement import split_layout, split_on
-from .precision import travel_in
-from .prediction import update_time, wire_time
+from .precision import summed_as_made, travel_in
+from .prediction import axis_times, update_time, wire_time
 from .program import Atom, Var
 from .propagate import Forward, schedule, whole
 from .replicas import Replicas
@@ -107,6 +108,7 @@ class Plan:
     update_flops: Total
     wire_seconds: Total  # predicted by the cost model, see `links.py`
     update_seconds: Total
+    axis_seconds: tuple[tuple[str, float], ...] = ()  # how long the links of each data axis are busy, of several
     notes: tuple[str, ...] = ()
     timeline: tuple[Segment, ...] = ()  # the sharded step in order
     timeline_before: tuple[Segment, ...] = ()  # the replicated one
@@ -197,6 +199,8 @@ def decide(captured: Captured, replicas: Replicas, weights: str, options: Option
     roles = _roles(captured, unsharded)
     known = Situations()
     baseline = _baseline(captured, replicas.axes, known)
+    if replicas.topology.platform == "tpu":
+        baseline = summed_as_made(baseline)
     chosen, why = choose_weights(weights, options, replicas.topology.platform)
     small = _small_bytes(captured, roles, replicas, options)
     rested, reasons = _attempt(captured, replicas, roles, unsharded, chosen, small, options, known)
@@ -226,14 +230,34 @@ def _attempt(
         updating = role == "frozen" and uses[var] > 1 and i not in unsharded.met_batch  # the update alone reads it
         rest = _rest(var.array, "auxiliary" if updating else role, weights, replicas, small, captured.kept[i])
         rests.append(rest)
+    alone = bucket_bytes(options.bucket_bytes, replicas.topology.platform)
+    rests = _take_turns(captured, replicas, roles, rests, alone)
     inputs = [examples.get(i, layout) for i, (layout, _) in enumerate(rests)]
     outputs: list[Layout | None] = [None] * len(program.outputs)
     for i, o in captured.state.items():
         outputs[o] = inputs[i]
     decided = schedule(program, axes, inputs, outputs, known=known)
     decided = travel_in(decided, options.reduce_dtype, options.gather_dtype)
-    decided = fuse(decided, bucket_bytes(options.bucket_bytes, replicas.topology.platform))
+    decided = fuse(decided, alone)
     return decided, [reason for _, reason in rests]
+
+
+def _take_turns(
+    captured: Captured, replicas: Replicas, roles: Sequence[str], rests: list[tuple[Layout, str]], alone: int
+) -> list[tuple[Layout, str]]:
+    """On a torus, some tensors begin with another axis."""
+    if not replicas.topology.tiled or any(captured.kept):
+        return rests
+    layouts = [layout for layout, _ in rests]
+    weights = {i for i, role in enumerate(roles) if role == "weight"}
+    rings = replicas.topology.rings
+    turned = spread(captured.program, captured.state, weights, layouts, replicas.axes, rings, alone)
+    rests = list(rests)
+    for i, layout in turned.items():
+        shape = captured.program.inputs[i].array.shape
+        axis = "+".join(replicas.axes[first_axis(shape, layout, replicas.axes)].names)
+        rests[i] = layout, f"{rests[i][1]}; {axis} first, so that all links work"
+    return rests
 
 
 def _with_engine(
@@ -289,6 +313,7 @@ def describe(captured: Captured, decided: Decided, replicas: Replicas) -> Plan:
     baseline, ours = decided.baseline, decided.schedule
     rewritten = decided.engine.engine == "rewrite"
     told = tuple(moments(ours)) if rewritten else ()
+    busy = axis_times(ours.collectives, axes, topology) if rewritten and len(axes) > 1 else []
     return Plan(
         replicas=replicas.count,
         topology=str(topology),
@@ -307,6 +332,7 @@ def describe(captured: Captured, decided: Decided, replicas: Replicas) -> Plan:
             wire_time((ours if rewritten else baseline).collectives, axes, topology),
         ),
         update_seconds=Total(update_time(baseline, topology), update_time(ours, topology)),
+        axis_seconds=tuple(("+".join(axis.names), seconds) for axis, seconds in zip(axes, busy, strict=False)),
         engine=decided.engine.engine,
         why_engine=decided.engine.why,
         notes=(replicas.note,) if replicas.note else (),
@@ -390,7 +416,7 @@ def choose_weights(weights: str, options: Options, platform: str) -> tuple[str, 
 # weights: 1.21 ms against 1.68.
 # TPU: the compiler's estimates for 4 weights of 2048x2048, thousand cycles: 416 sharded, 1152 replicated on v3:4x4; 132
 # and 125 on v5e:4x4; 159 and 346 on v5p:4x4x4; a fifth to a quarter of the memory.
-# CPU: benchmarks/core.py, 4 weights of 1024x1024 on 8 devices: 58 ms sharded, 72 replicated. But simulated devices are
+# CPU: benchmarks/suite.py, 4 weights of 1024x1024 on 8 devices: 58 ms sharded, 72 replicated. But simulated devices are
 # there to try things out, and whole weights are what evaluation code expects to find.
 _AUTO = {
     "cpu": ("replicated", "on CPU: evaluation code finds whole weights on every replica"),

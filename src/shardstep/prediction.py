@@ -1,28 +1,48 @@
 """What a schedule will take on a machine: seconds on the wire, seconds in the update.
 
-Both ignore overlap: they compare programs, they do not promise step times.
+Both ignore overlap with other work: they compare programs, they do not promise step times.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from .layout import Array, Axis, Layout, block_shape
-from .links import sent_time
+from .links import Ring, sent_time
 from .program import Var
 from .schedule import Collective, Schedule
 from .topology import Topology
 
 
 def wire_time(collectives: Iterable[Collective], axes: tuple[Axis, ...], topology: Topology) -> float:
-    """Seconds of all collectives, one after the other. One over several axes at once drives the links of all."""
-    total = 0.0
+    """Seconds of all collectives, one after the other. One over several axes at once drives the links of all.
+
+    That is how the TPU compiler issues them unless told otherwise: see `axis_times` for what overlap could make of it.
+    """
+    return sum(_time(c, [topology.rings[k] for k in _along(c, axes)]) for c in collectives)
+
+
+def axis_times(collectives: Iterable[Collective], axes: tuple[Axis, ...], topology: Topology) -> list[float]:
+    """Seconds that the links of each axis are busy. If collectives overlap, the longest of these is all that it takes.
+
+    (TPU v5p and v6e overlap them where SparseCores are given the collectives: see docs/communication.md.)
+    """
+    busy = [0.0] * len(axes)
     for c in collectives:
-        names = set(c.axis.split("+"))
-        rings = [r for axis, r in zip(axes, topology.rings, strict=True) if set(axis.names) <= names]
-        total += sent_time(c.kind, c.bytes, *rings) * c.times
-    return total
+        along = _along(c, axes)
+        for k in along:
+            busy[k] += _time(c, [topology.rings[j] for j in along])
+    return busy
+
+
+def _along(c: Collective, axes: tuple[Axis, ...]) -> list[int]:
+    names = set(c.axis.split("+"))
+    return [k for k, axis in enumerate(axes) if set(axis.names) <= names]
+
+
+def _time(c: Collective, rings: Sequence[Ring]) -> float:
+    return sent_time(c.kind, c.bytes, *rings) * c.times
 
 
 def update_time(schedule: Schedule, topology: Topology) -> float:

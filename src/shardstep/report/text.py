@@ -16,6 +16,14 @@ def _change(total: Total) -> str:
     return f"{duration(total.replicated)} -> {duration(total.sharded)}"
 
 
+def _busy(plan: Plan) -> list[str]:
+    """Where there are several data axes: how evenly their links are used."""
+    if not plan.axis_seconds:
+        return []
+    listed = ", ".join(f"{axis} {duration(seconds)}" for axis, seconds in plan.axis_seconds)
+    return [f"  links busy        {listed}: what the wire would take if collectives overlap"]
+
+
 def table(plan: Plan) -> str:
     """The plan as text: the headline, every leaf, what is communicated, what could not be sharded."""
     lines = [
@@ -26,6 +34,7 @@ def table(plan: Plan) -> str:
         f"   ({plan.auxiliary_share:.1%} of the optimizer's bytes are sharded)",
         f"  wire a replica    {size(plan.wire_bytes.replicated)} -> {size(plan.wire_bytes.sharded)}",
         f"  predicted         wire {_change(plan.wire_seconds)}, update {_change(plan.update_seconds)}",
+        *_busy(plan),
         f"  update work       {plan.update_flops.replicated:.3g} -> {plan.update_flops.sharded:.3g} elements",
         f"  engine            {plan.engine} ({plan.why_engine})",
         *(f"  note              {note}" for note in plan.notes),
