@@ -5,7 +5,8 @@
     python benchmarks/against_torch.py --variant shardstep ddp-fused
 
 The work is the transformer of `workloads.py`: 42 million parameters, AdamW after clipping by the global norm, one short
-sequence a process, float32. Weights and tokens are the same, and the losses of the first steps must agree, or there is no result.
+sequence a process, float32. Weights and tokens are the same, and the losses of the first steps must agree, or there is
+no result.
 
 Each variant is a group of processes joined by gloo over 127.0.0.1. The groups take turns, a few steps each, and wait on
 a pipe meanwhile. They do not all fit into memory, so there are two sittings: one with the fused AdamW, one with the

@@ -142,7 +142,7 @@ def test_norms_are_sums_of_scalars(name, mesh):
     """The norm of a weight or gradient is computed on shards: only scalars are all-reduced."""
     _, found = compiled(name, mesh)
     reduced = [c for c in found if c.kind == "all-reduce"]
-    assert reduced and all(c.bytes / c.arrays <= 4 * K for c in reduced), reduced
+    assert reduced and sum(c.bytes for c in reduced) <= 4 * (4 * K + 2), reduced
 
 
 def test_weights_sharded_at_rest(mesh):
