@@ -5,7 +5,8 @@
 #   make fuzz SECONDS=600     let Hypothesis look for programs we get wrong
 #   make docs                 the documentation as a site, warnings are errors
 #   make screenshots          of the report, for the README (needs Chromium)
-#   make bench                step time, memory and bytes on the wire against the alternatives
+#   make bench                step time, memory, bytes on the wire against the alternatives; over half an hour
+#   make bench-quick          the same for a few small workloads, under five minutes
 #   make bench-torch          the same transformer in PyTorch and in shardstep, in several processes
 #
 # Another interpreter in another environment:  make test PYTHON=python3.12 VENV=.venv-312
@@ -20,7 +21,7 @@ EXTRAS  ?= test
 
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types pytest fuzz docs screenshots bench bench-torch format clean
+.PHONY: demo test lint types pytest fuzz docs screenshots bench bench-quick bench-torch format clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/shardstep demo $(ARGS)
@@ -53,7 +54,10 @@ screenshots: $(VENV)/.installed-test $(VENV)/.installed-demo
 	$(BIN)/python docs/screenshots.py
 
 bench: $(VENV)/.installed-bench
-	$(BIN)/python benchmarks/core.py $(ARGS)
+	$(BIN)/python benchmarks/suite.py $(ARGS)
+
+bench-quick: $(VENV)/.installed-bench
+	$(BIN)/python benchmarks/suite.py --quick $(ARGS)
 
 # PyTorch lives in an environment of its own, .venv-torch: the script makes it.
 bench-torch: $(VENV)/.installed-bench

@@ -29,20 +29,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import core
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from core import Measurement, State, Workload
-from hlo import Collective, collectives
+from cell import restart_keeping_memory, simulate
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.table import Table
+from variants import annotated, sharded
+from workloads import State, dense
 
-VARIANTS = ("replicated", "annotated", "shardstep")
-
+from shardstep.hlo import Collective, collectives, counts
+from shardstep.measuring import Contender, Measured, measure, rows
 
 # --- the workload ---------------------------------------------------------------------------------------------------
 
@@ -67,7 +67,17 @@ def loss(weights: list[jax.Array], batch: tuple[jax.Array, jax.Array]) -> jax.Ar
     return jnp.mean((x - target) ** 2)
 
 
-def accumulation(size: Size, split: NamedSharding | None = None) -> Workload:
+@dataclass(frozen=True)
+class Accumulation:
+    """As much of a workload as the variants here ask for."""
+
+    name: str
+    step: Callable[[State, Any], tuple[State, jax.Array]]
+    init: Callable[[], State]
+    batch: Any
+
+
+def accumulation(size: Size, split: NamedSharding | None = None) -> Accumulation:
     """Adam behind a scan over microbatches, which are laid out as `split` says if it says anything."""
     optimizer = optax.adam(1e-3)
 
@@ -86,20 +96,23 @@ def accumulation(size: Size, split: NamedSharding | None = None) -> Workload:
         return State(optax.apply_updates(state.params, updates), moments), value
 
     def init() -> State:
-        params = [core.dense(k, size.width, size.width) for k in jax.random.split(jax.random.key(0), size.layers)]
+        params = [dense(k, size.width, size.width) for k in jax.random.split(jax.random.key(0), size.layers)]
         return State(params, optimizer.init(params))
 
     rng = np.random.default_rng(0)
     examples = size.replicas * size.microbatches * size.examples
     batch = tuple(rng.standard_normal((examples, size.width), np.float32) for _ in range(2))
-    return Workload(f"{size.microbatches} microbatches, {size.layers} weights of width {size.width}", step, init, batch)
+    name = f"{size.microbatches} microbatches, {size.layers} weights of width {size.width}"
+    return Accumulation(name, step, init, batch)
 
 
-def annotated(size: Size) -> Callable[[Workload, Mesh], core.Step]:
-    def variant(_: Workload, mesh: Mesh) -> core.Step:
-        return core.replicated(accumulation(size, NamedSharding(mesh, PartitionSpec(None, "data"))), mesh)
-
-    return variant
+def contenders(size: Size, mesh: Mesh) -> list[Contender]:
+    plain, laid_out = accumulation(size), accumulation(size, NamedSharding(mesh, PartitionSpec(None, "data")))
+    return [
+        annotated("replicated", weights=False, moments=False)(plain, mesh),
+        annotated("annotated", weights=False, moments=False)(laid_out, mesh),
+        sharded("shardstep", "replicated")(plain, mesh),
+    ]
 
 
 # --- bytes, microbatch by microbatch --------------------------------------------------------------------------------
@@ -133,40 +146,22 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Result:
-    measurement: Measurement
+    measured: Measured
     traffic: Traffic
     in_loop: dict[str, int]
     outside: dict[str, int]
 
 
-def measure(size: Size, mesh: Mesh, steps: int) -> list[Result]:
-    core.VARIANTS["annotated"] = annotated(size)  # core's functions find variants by name
-    workload = accumulation(size)
-    compiled, lower, compile_ = core.compile_all(workload, mesh, VARIANTS, times=1)
-    costs, losses = core.run_all(workload, mesh, VARIANTS, steps)
-    return [
-        result(
-            core.describe(
-                name,
-                compiled[name],
-                core.Timing.of(lower[name]),
-                core.Timing.of(compile_[name]),
-                costs[name],
-                losses[name],
-            ),
-            collectives(compiled[name].as_text()),
-            size,
-        )
-        for name in VARIANTS
-    ]
+def run(size: Size, mesh: Mesh, steps: int) -> list[Result]:
+    made = contenders(size, mesh)
+    found = measure(made, steps)
+    return [result(m, collectives(c.lower().compile().as_text()), size) for c, m in zip(made, found, strict=True)]
 
 
-def result(measurement: Measurement, found: Sequence[Collective], size: Size) -> Result:
-    inside = core.counts(c for c in found if c.in_loop)
-    outside = core.counts(c for c in found if not c.in_loop)
-    traffic = Traffic.of(found, size)
-    measurement.wire_bytes = traffic.total  # the loop's collectives counted once per microbatch
-    return Result(measurement, traffic, inside, outside)
+def result(measured: Measured, found: Sequence[Collective], size: Size) -> Result:
+    inside = counts(c for c in found if c.in_loop)
+    outside = counts(c for c in found if not c.in_loop)
+    return Result(measured, Traffic.of(found, size), inside, outside)
 
 
 # --- reporting ------------------------------------------------------------------------------------------------------
@@ -174,7 +169,7 @@ def result(measurement: Measurement, found: Sequence[Collective], size: Size) ->
 
 def table(title: str, found: Sequence[Result]) -> Table:
     made = Table(title=title)
-    for name in ("", *(r.measurement.variant for r in found)):
+    for name in ("", *(r.measured.contender for r in found)):
         made.add_column(name, justify="right" if name else "left")
     ours = found[-1]
 
@@ -182,8 +177,8 @@ def table(title: str, found: Sequence[Result]) -> Table:
         return "\n".join(f"{n} {kind}" for kind, n in sorted(counts.items())) or "none"
 
     rows: dict[str, Callable[[Result], str]] = {
-        "step, ms": lambda r: str(r.measurement.step),
-        "step, of shardstep's": lambda r: f"{r.measurement.step.median / ours.measurement.step.median:.2f}x",
+        "step, ms": lambda r: str(r.measured.step),
+        "step, of shardstep's": lambda r: f"{r.measured.step.median / ours.measured.step.median:.2f}x",
         "gradients sent a device, MB": lambda r: f"{r.traffic.gradients / 1e6:.1f}",
         "gradients, of shardstep's": lambda r: f"{r.traffic.gradients / ours.traffic.gradients:.1f}x",
         "weights sent a device, MB": lambda r: f"{r.traffic.weights / 1e6:.1f}",
@@ -191,26 +186,28 @@ def table(title: str, found: Sequence[Result]) -> Table:
         "sent a device, MB": lambda r: f"{r.traffic.total / 1e6:.1f}",
         "collectives of each microbatch": lambda r: kinds(r.in_loop),
         "collectives outside the loop": lambda r: kinds(r.outside),
-        "arguments a device, MB": lambda r: f"{r.measurement.argument_bytes / 1e6:.1f}",
-        "temporaries a device, MB": lambda r: f"{r.measurement.temporary_bytes / 1e6:.1f}",
-        "loss at the last step": lambda r: f"{r.measurement.loss:.6f}",
+        "arguments a device, MB": lambda r: f"{r.measured.compiled.arg_bytes / 1e6:.1f}",
+        "temporaries a device, MB": lambda r: f"{r.measured.compiled.temp_bytes / 1e6:.1f}",
+        "loss at the last step": lambda r: f"{r.measured.losses[-1]:.6f}",
     }
     for name, cell in rows.items():
         made.add_row(name, *(cell(r) for r in found))
     return made
 
 
-def as_json(base: Result, r: Result) -> dict[str, Any]:
-    return {
-        **core.as_json(base.measurement, r.measurement),
-        "traffic": vars(r.traffic),
-        "collectives_in_loop": r.in_loop,
-        "collectives_outside": r.outside,
-    }
-
-
-def report(found: Sequence[Result], args: argparse.Namespace) -> dict[str, Any]:
-    return {**core.report({}, args), "variants": [as_json(found[0], r) for r in found]}
+def report(found: Sequence[Result], size: Size) -> list[dict[str, Any]]:
+    """Rows of the suite's schema; what is sent counts the loop's collectives once per microbatch."""
+    made = rows([r.measured for r in found], f"accumulation over {size.microbatches}", "adam", size.replicas)
+    more = (
+        {
+            "wire_bytes": r.traffic.total,
+            "traffic": vars(r.traffic),
+            "collectives_in_loop": r.in_loop,
+            "collectives_outside": r.outside,
+        }
+        for r in found
+    )
+    return [{**row, **extra} for row, extra in zip(made, more, strict=True)]
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -221,7 +218,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4, help="weights (default: %(default)s)")
     parser.add_argument("--examples", type=int, default=1, help="a replica and microbatch (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=15, help="measured steps of each variant (default: %(default)s)")
-    parser.add_argument("--malloc", choices=("keep", "default"), default="keep", help="see core.py")
+    parser.add_argument("--malloc", choices=("keep", "default"), default="keep", help="see cell.py")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     return parser.parse_args(argv)
 
@@ -229,18 +226,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     if args.malloc == "keep":
-        core.restart_keeping_memory()
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", args.devices)
-    mesh = jax.make_mesh((args.devices,), ("data",), axis_types=(AxisType.Auto,))
+        restart_keeping_memory()
+    mesh = simulate(args.devices)
     size = Size(args.devices, args.microbatches, args.width, args.layers, args.examples)
-    found = measure(size, mesh, args.steps)
+    found = run(size, mesh, args.steps)
     Console(width=None if sys.stdout.isatty() else 140).print(
         table(f"{accumulation(size).name}, {args.devices} replicas; medians (quartiles)", found)
     )
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report(found, args), indent=2) + "\n")
+        args.json.write_text(json.dumps(report(found, size), indent=2) + "\n")
 
 
 if __name__ == "__main__":

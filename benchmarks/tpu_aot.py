@@ -40,13 +40,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from hlo import collectives, counts, wire_bytes
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.table import Table
 
 import shardstep
+from shardstep.hlo import collectives, counts, wire_bytes
 from shardstep.topology import describe
 
 TOPOLOGIES = ("v3:4x4", "v5e:4x4", "v5e:16x16", "v5p:4x4x4", "v6e:4x4")

@@ -70,6 +70,25 @@ def fallback():
     return step, ({"w": jnp.ones((64, 64)), "m": jnp.ones((64, 64))}, jnp.ones((16, 64)))
 
 
+def uneven():
+    """Twelve examples."""
+    step, (state, batch) = mlp()
+    return step, (state, jax.tree.map(lambda x: x[:12], batch))
+
+
+def one_replica():
+    """A step as for `pmap`."""
+    import shardstep
+
+    def step(state, batch):
+        value, grads = jax.value_and_grad(lambda w: jnp.mean((batch @ w) ** 2))(state["w"])
+        moment = 0.9 * state["m"] + jax.lax.pmean(grads, "batch")
+        return {"w": state["w"] - 0.1 * moment, "m": moment}, jax.lax.pmean(value, "batch")
+
+    state = {"w": jnp.ones((64, 64)), "m": jnp.zeros((64, 64))}
+    return shardstep.shard(step, axis_name="batch"), (state, jnp.ones((16, 64)))
+
+
 def raises():
     raise RuntimeError("the data set is not here")
 

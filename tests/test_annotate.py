@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hlo import collectives, wire_bytes
 from jax.sharding import PartitionSpec
 from steps import adam_state, adam_step, assert_same, batch, mesh_of
 
 import shardstep
 from shardstep import Options, engines
+from shardstep.hlo import collectives, wire_bytes
 
 ANNOTATE = Options(engine="annotate")
 

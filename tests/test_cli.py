@@ -12,7 +12,7 @@ import jax
 import programs
 import pytest
 
-from shardstep import cli
+from shardstep import cli, measuring
 from shardstep.commands import explain as explaining
 from shardstep.commands import target
 
@@ -170,7 +170,7 @@ def test_a_module_is_named_like_a_file(main, monkeypatch):
         (f"{PROGRAMS}:returns_a_number", 1, "must return (step, example_args)"),
     ],
 )
-@pytest.mark.parametrize("command", ["explain", "check"])
+@pytest.mark.parametrize("command", ["explain", "check", "bench"])
 def test_what_cannot_be_looked_at_is_one_message(main, command, name, status, message):
     got, out, err = main(command, name)
     assert got == status and message in err and "Traceback" not in err and out == ""
@@ -213,10 +213,48 @@ def test_check_needs_values(main):
     assert status == 1 and "is only a shape" in err
 
 
+# -- bench --------------------------------------------------------------------------------------------------------
+
+
+def test_bench_times_four_programs_and_keeps_the_figures(tmp_path):
+    file = tmp_path / "rows.json"
+    done = run("bench", f"{PROGRAMS}:mlp", "--devices", "4", "--steps", "3", "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    assert "3 steps of each in turn on 4 devices" in done.stdout and "\x1b" not in done.stdout
+    rows = {row["variant"]: row for row in json.loads(file.read_text())}
+    assert list(rows) == ["replicated", "zero1", "shardstep", "shardstep-sharded"]
+    assert all(set(measuring.SCHEMA) <= set(row) and name in done.stdout for name, row in rows.items())
+    assert all(row["step_ms"] > 0 and row["devices"] == 4 for row in rows.values())
+    # two weights and their moments of 16 KiB, 64 columns of examples; the moments are split, then the weights too
+    assert rows["replicated"]["arg_bytes"] - rows["zero1"]["arg_bytes"] == 2 * 16384 * 3 // 4
+    assert rows["zero1"]["arg_bytes"] == rows["shardstep"]["arg_bytes"]
+    assert rows["shardstep"]["arg_bytes"] - rows["shardstep-sharded"]["arg_bytes"] == 2 * 16384 * 3 // 4
+    assert rows["shardstep"]["wire_bytes"] <= rows["replicated"]["wire_bytes"] < rows["zero1"]["wire_bytes"]
+
+
+def test_bench_says_when_the_programs_differ(main):
+    status, out, _ = main("bench", f"{PROGRAMS}:forgetful", "--steps", "1")
+    assert status == 1 and "computes something else than replicated" in out
+
+
+def test_bench_runs_steps_for_one_replica(main):
+    status, out, _ = main("bench", f"{PROGRAMS}:one_replica", "--steps", "2")
+    assert status == 0 and "zero1" not in out and "shardstep-sharded" in out
+
+
+def test_bench_needs_values_that_the_replicas_share(main, tmp_path):
+    status, _, err = main("bench", f"{PROGRAMS}:shapes")
+    assert status == 1 and "bench runs the step, but" in err and "is only a shape" in err
+    status, _, err = main("bench", f"{PROGRAMS}:uneven")
+    assert status == 1 and "batch['x'] has 12 examples, which 8 devices do not share evenly" in err
+    status, _, err = main("bench", f"{PROGRAMS}:mlp", "--json", tmp_path / "nowhere" / "rows.json")
+    assert status == 2 and "there is no such directory" in err
+
+
 # -- all of them --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["explain", "check", "demo"])
+@pytest.mark.parametrize("command", ["explain", "check", "bench", "demo"])
 def test_help_has_examples(command, capsys):
     with pytest.raises(SystemExit) as done:
         cli.main([command, "--help"])
@@ -231,6 +269,7 @@ def test_help_has_examples(command, capsys):
         (["demo", "--model", "oracle"], "invalid choice"),
         (["explain"], "PROGRAM"),
         (["check", "x:y", "--tolerance", "-1"], "no tolerance"),
+        (["bench", "x:y", "--steps", "0"], "0 is not positive"),
         (["fly"], "invalid choice"),
     ],
 )

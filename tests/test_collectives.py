@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from hlo import collectives, wire_bytes
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import shardstep
+from shardstep.hlo import collectives, wire_bytes
 
 K = 4  # large weights
 WIDTH = 256

@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hlo import collectives, counts
 from jax.sharding import AxisType, PartitionSpec
 from steps import assert_same
 
 import shardstep
 from shardstep import Options
 from shardstep.fusing import transfer
+from shardstep.hlo import collectives, counts
 from shardstep.layout import REPLICATED, Array, Axis, Partial, Split, block_shape
 from shardstep.program import Var
 from shardstep.schedule import Transfer

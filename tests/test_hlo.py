@@ -3,9 +3,10 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from hlo import collectives, counts, wire_bytes
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+
+from shardstep.hlo import collectives, counts, wire_bytes
 
 TPU = """HloModule jit_step, is_scheduled=true, num_partitions=16
 %all-reduce-scatter.1 (p: f32[2048,128]) -> f32[512,128] {

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from hlo import collectives
 from jax import lax
 from jax.sharding import PartitionSpec
 from steps import (
@@ -33,6 +32,7 @@ from steps import (
 )
 
 import shardstep
+from shardstep.hlo import collectives
 
 REPLICAS = (2, 3, 8)
 EXAMPLES = 192  # up to 8 microbatches that 2, 3 and 8 replicas share evenly

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hlo import collectives
 from steps import assert_same
 
 import shardstep
 from shardstep import Options
+from shardstep.hlo import collectives
 
 WIDTH, LAYERS = 128, 3
 WEIGHT = WIDTH * WIDTH

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hlo import collectives
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from steps import OPTIMIZER, assert_same
 
 import shardstep
 from shardstep.errors import ShardstepError
+from shardstep.hlo import collectives
 from shardstep.layout import REPLICATED, Array, Axis, Split, fits
 from shardstep.placement import split_layout
 from shardstep.replicas import choose_group

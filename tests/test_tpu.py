@@ -31,7 +31,7 @@ import json, re, sys
 import jax, jax.numpy as jnp, numpy as np, optax
 from jax.experimental import topologies
 from jax.sharding import Mesh
-from hlo import collectives
+from shardstep.hlo import collectives
 import shardstep
 
 WIDTH, LAYERS = int(sys.argv[1]), int(sys.argv[2])

@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hlo import collectives, counts
 from jax.sharding import PartitionSpec
 from steps import assert_same
 
 import shardstep
 from shardstep import Options
+from shardstep.hlo import collectives, counts
 from shardstep.plan import choose_weights
 
 WIDTH, LAYERS = 256, 4

@@ -10,11 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
+from . import alternatives
 from .api import Rewritten, ShardedStep, shard
 from .capture import Captured
-from .layout import Varying
 from .processes import whole
 
 
@@ -82,27 +81,8 @@ def check(step: Callable[..., Any], *args: Any, steps: int = 3, **kwargs: Any) -
 
 def _plain(sharded: ShardedStep, program: Rewritten) -> Callable[[list[Any]], list[Any]]:
     """The step as its user would run it without shardstep: `jit`, or `shard_map` for a per-replica step."""
-    captured = program.captured
-
-    def flat(*leaves: Any) -> list[Any]:
-        args, kwargs = captured.call.rebuild(leaves)
-        return [x for x in jax.tree.leaves(sharded.step(*args, **kwargs)) if hasattr(x, "dtype") or np.isscalar(x)]
-
-    if captured.axis_name is None:
-        run = jax.jit(flat)
-        return lambda leaves: run(*map(whole, leaves))
-    mesh = jax.sharding.Mesh(sharded.replicas.mesh.devices.reshape(-1), (captured.axis_name,))
-    ins = [
-        PartitionSpec(*[None] * captured.batch[i], captured.axis_name) if i in captured.batch else PartitionSpec()
-        for i in range(len(captured.paths))
-    ]
-    own = [any(isinstance(p, Varying) for p in layout) for layout in program.decided.outputs]
-    outs = [PartitionSpec(captured.axis_name) if o else PartitionSpec() for o in own]
-
-    def one_replica(*leaves: Any) -> list[Any]:
-        return [jnp.asarray(x)[None] if o and jnp.ndim(x) == 0 else x for x, o in zip(flat(*leaves), own, strict=True)]
-
-    run = jax.jit(jax.shard_map(one_replica, mesh=mesh, in_specs=tuple(ins), out_specs=outs, check_vma=False))
+    per_replica = program.captured.axis_name is not None
+    run = alternatives.per_replica(sharded, program) if per_replica else jax.jit(alternatives.flat(sharded, program))
     return lambda leaves: run(*map(whole, leaves))
 
 

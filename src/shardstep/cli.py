@@ -1,4 +1,4 @@
-"""The command line: `shardstep explain | check | demo`.
+"""The command line: `shardstep demo | explain | check | bench`.
 
 Each command is a function from parsed arguments to an exit status: 0, or 1 where the answer is no or something failed,
 or 2 where the command line itself is wrong. JAX fixes the number of devices when it first touches them, so a command
@@ -68,6 +68,19 @@ examples:
   shardstep check train.py:example --devices 4 --steps 10 --tolerance 1e-5
 """
 
+BENCH = """\
+Runs a step in four ways, one step of each in turn: replicated under jax.jit, with the optimizer's state annotated by
+hand (ZeRO-1), and under shardstep with its weights replicated and sharded. Says what a step of each takes, holds and
+sends. Exit status 1 if their losses differ. Simulated devices share the cores of this machine, so ratios count, not
+milliseconds.
+"""
+
+BENCH_EXAMPLES = """\
+examples:
+  shardstep bench train.py:example
+  shardstep bench train.py:example --devices 4 --steps 20 --json rows.json
+"""
+
 DEMO = """\
 Trains a small model twice on simulated devices, under jax.jit and under shardstep.shard, and compares speed, memory and
 losses. Leaves a report (HTML) and a plot of the losses (PNG, if matplotlib is installed).
@@ -126,6 +139,12 @@ def parser() -> argparse.ArgumentParser:
         "--tolerance", type=tolerance, default=1e-3, help="largest relative difference (default: %(default)s)"
     )
 
+    bench = command("bench", "run_bench", "time a step against what one would do instead", BENCH, BENCH_EXAMPLES)
+    bench.add_argument("program", metavar="PROGRAM", help="path.py:factory or module:factory")
+    bench.add_argument("--devices", type=positive, default=8, help="simulated CPU devices (default: %(default)s)")
+    bench.add_argument("--steps", type=positive, default=10, help="measured steps of each (default: %(default)s)")
+    bench.add_argument("--json", metavar="FILE", help="write the figures to this file, a list of one object for each")
+
     demo = command("demo", "run_demo", "train a small model, plain and sharded, side by side", DEMO, DEMO_EXAMPLES)
     demo.add_argument("--steps", type=positive, default=40, help="training steps (default: %(default)s)")
     demo.add_argument("--devices", type=positive, default=8, help="simulated CPU devices (default: %(default)s)")
@@ -159,6 +178,13 @@ def run_check(args: argparse.Namespace) -> int:
     from .commands.check import check
 
     return check(args.program, args.steps, args.tolerance)
+
+
+def run_bench(args: argparse.Namespace) -> int:
+    simulate_devices(args.devices)
+    from .commands.bench import bench
+
+    return bench(args.program, args.steps, args.json)
 
 
 def run_demo(args: argparse.Namespace) -> int:

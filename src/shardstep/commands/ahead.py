@@ -15,10 +15,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from rich.table import Table
 
-from ..api import Rewritten, ShardedStep
+from .. import alternatives
+from ..api import ShardedStep
 from ..arguments import abstract
 from ..report.summary import size
 from ..topology import describe
@@ -53,37 +54,10 @@ def compile_all(target: Target, topology: str) -> tuple[Compiled, ...]:
 def _programs(sharded: ShardedStep, args: tuple[Any, ...]) -> Iterator[tuple[str, jax.stages.Lowered]]:
     program, _ = sharded.program(args, {})
     if sharded.axis_name is None:
-        mesh = sharded.replicas.mesh
-        everywhere = [PartitionSpec()] * len(program.captured.paths)
-        by_hand = [_by_hand(leaf.role, leaf.shape, mesh) for leaf in program.plan.leaves]
-        yield "replicated", _annotated(sharded, program, everywhere)
-        yield "ZeRO-1 by hand", _annotated(sharded, program, by_hand)
+        mesh, leaves = sharded.replicas.mesh, [abstract(leaf) for leaf in program.captured.call.leaves]
+        for name, lay_out in (("replicated", alternatives.everywhere), ("ZeRO-1 by hand", alternatives.zero1)):
+            yield name, alternatives.annotated(sharded, program, mesh, lay_out(program, mesh)).lower(*leaves)
     yield "shardstep", sharded.lower(*args)
-
-
-def _by_hand(role: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
-    """What one writes today: each moment split along its first dimension that the replicas divide."""
-    dims = [d for d, n in enumerate(shape) if n % mesh.size == 0] if role == "auxiliary" else []
-    return PartitionSpec(*[None] * dims[0], tuple(mesh.axis_names)) if dims else PartitionSpec()
-
-
-def _annotated(sharded: ShardedStep, program: Rewritten, specs: list[PartitionSpec]) -> jax.stages.Lowered:
-    """The user's own step under `jax.jit`, its state laid out as given."""
-    captured, mesh = program.captured, sharded.replicas.mesh
-    specs = list(specs)
-    for i, dim in captured.batch.items():
-        specs[i] = PartitionSpec(*[None] * dim, tuple(mesh.axis_names))
-    shardings = [NamedSharding(mesh, spec) for spec in specs]
-    outputs: list[NamedSharding | None] = [None] * len(captured.program.outputs)
-    for i, o in captured.state.items():
-        outputs[o] = shardings[i]
-
-    def flat(*leaves: Any) -> list[Any]:
-        args, kwargs = captured.call.rebuild(leaves)
-        return [x for x in jax.tree.leaves(sharded.step(*args, **kwargs)) if hasattr(x, "dtype") or np.isscalar(x)]
-
-    step = jax.jit(flat, in_shardings=shardings, out_shardings=outputs, donate_argnums=tuple(captured.state))
-    return step.lower(*map(abstract, captured.call.leaves))
 
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')

@@ -10,7 +10,6 @@ from rich.text import Text
 
 from ..check import Check
 from ..check import check as compare
-from ..errors import ShardstepError
 from ..report.summary import array
 from ..report.terminal import console_for
 from . import target
@@ -21,7 +20,7 @@ ROWS = 40
 def check(name: str, steps: int, tolerance: float) -> int:
     """Compare the program `name` with itself, sharded over all devices."""
     program = target.call(target.find(name))
-    _needs_values(program)
+    target.require_values(program, "check")
     mesh = Mesh(np.asarray(jax.devices()), ("data",))
     found = compare(program.sharded(mesh), *program.args, steps=steps)
     console = console_for()
@@ -50,12 +49,3 @@ def differences(found: Check, tolerance: float) -> Table:
     if len(leaves) > ROWS:
         table.caption = f"and {len(leaves) - ROWS} more leaves, none further apart"
     return table
-
-
-def _needs_values(program: target.Target) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(program.args):
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            raise ShardstepError(
-                f"check runs the step, but example_args{jax.tree_util.keystr(path)} is only a shape: let the factory"
-                " return arrays (explain takes shapes)"
-            )

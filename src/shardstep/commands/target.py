@@ -33,9 +33,9 @@ class Target:
     step: Callable[..., Any]
     args: tuple[Any, ...]
 
-    def sharded(self, mesh: Mesh, topology: str | None = None) -> ShardedStep:
-        """The step on this mesh, with the settings that the factory gave it."""
-        settings = self.step.settings if isinstance(self.step, ShardedStep) else {}
+    def sharded(self, mesh: Mesh, topology: str | None = None, **more: Any) -> ShardedStep:
+        """The step on this mesh, with the settings that the factory gave it, and others instead of some of them."""
+        settings = {**(self.step.settings if isinstance(self.step, ShardedStep) else {}), **more}
         if topology is not None:
             settings = {**settings, "options": replace(settings.get("options") or Options(), topology=topology)}
         return shard(self.step.step if isinstance(self.step, ShardedStep) else self.step, mesh, **settings)
@@ -87,6 +87,16 @@ def call(factory: Callable[[], Any]) -> Target:
             f"the factory must return (step, example_args): a function and a tuple; it returned {_describe(made)}"
         )
     return Target(made[0], tuple(made[1]))
+
+
+def require_values(target: Target, command: str) -> None:
+    """For a command that runs the step."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(target.args):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise ShardstepError(
+                f"{command} runs the step, but example_args{jax.tree_util.keystr(path)} is only a shape: let the"
+                " factory return arrays (explain takes shapes)"
+            )
 
 
 class NeedsValues(Exception):

@@ -1,0 +1,122 @@
+"""What shardstep set out to reach, judged from what was measured: `python benchmarks/goals.py` prints it.
+
+"shardstep" is the variant with weights at rest replicated: on CPU, what a user gets who asks for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from recorded import FACTOR, RESULTS, Key, Row, cells, read, update_bound
+
+OTHERS = ("replicated", "shard_map", "zero1", "fsdp")
+OVER_ZERO1 = 1.5
+BEHIND_REPLICATED = 1.03
+BEHIND_EXPERT = 1.05
+CALL = 1.3
+PLANNING_S = 20.0
+
+
+@dataclass(frozen=True)
+class Goal:
+    """`found` says what was measured where, and whether that is enough."""
+
+    name: str
+    found: tuple[tuple[str, bool], ...]
+
+    @property
+    def verdict(self) -> str:
+        if not self.found:
+            return "not measured"
+        met = sum(ok for _, ok in self.found)
+        return "met" if met == len(self.found) else f"missed ({met} of {len(self.found)} met)"
+
+    @property
+    def missed(self) -> list[str]:
+        return [text for text, ok in self.found if not ok]
+
+    def __str__(self) -> str:
+        return "\n".join([f"{self.verdict:>24s}  {self.name}", *(f"{'':26s}- {text}" for text in self.missed)])
+
+
+Measured = dict[Key, dict[str, Row]]
+
+
+def judge(folder: Path = RESULTS) -> list[Goal]:
+    found = {key: cell for key, cell in cells(read("latest", folder)).items() if key.devices > 1}
+    bound = {key: cell for key, cell in found.items() if update_bound(cell)}
+    rest = {key: cell for key, cell in found.items() if key not in bound}
+    eight = {key: cell for key, cell in bound.items() if key.devices == 8}
+    return [
+        goal("update-bound: ahead of every variant but the expert's", ahead(bound)),
+        goal(f"update-bound, 8 devices: {FACTOR:g} times as fast as replicated", faster(eight, "replicated", FACTOR)),
+        goal(f"update-bound: {OVER_ZERO1:g} times as fast as ZeRO-1 by hand", faster(bound, "zero1", OVER_ZERO1)),
+        goal(
+            "compute-bound: at most 3 % behind replicated", behind(rest, "shardstep", "replicated", BEHIND_REPLICATED)
+        ),
+        goal("at most 5 % behind the expert", behind(found, "shardstep", "expert", BEHIND_EXPERT)),
+        goal(
+            "weights sharded: at most 5 % behind the expert",
+            behind(found, "shardstep-sharded", "expert-sharded", BEHIND_EXPERT),
+        ),
+        goal("never more bytes on the wire than replicated", no_more_bytes(found)),
+        goal(f"a call on 1,000 leaves: at most {CALL:g} times jit's", calls(read("calls", folder))),
+        goal(f"planning 10,000 leaves: under {PLANNING_S:g} s", planning(read("planning", folder))),
+    ]
+
+
+Found = Iterator[tuple[str, bool]]
+
+
+def goal(name: str, found: Found) -> Goal:
+    return Goal(name, tuple(found))
+
+
+def ahead(measured: Measured) -> Found:
+    for key, cell in measured.items():
+        best = min((name for name in OTHERS if name in cell), key=lambda name: cell[name]["step_ms"])
+        factor = cell[best]["step_ms"] / cell["shardstep"]["step_ms"]
+        yield f"{key}: {factor:.2f}x {best}, the fastest of them", factor > 1
+
+
+def faster(measured: Measured, than: str, factor: float) -> Found:
+    for key, cell in measured.items():
+        got = cell[than]["step_ms"] / cell["shardstep"]["step_ms"]
+        yield f"{key}: {got:.2f}x", got >= factor
+
+
+def behind(measured: Measured, variant: str, other: str, limit: float) -> Found:
+    for key, cell in measured.items():
+        if other in cell:
+            ratio = cell[variant]["step_ms"] / cell[other]["step_ms"]
+            yield (
+                f"{key}: {cell[variant]['step_ms']:.1f} ms against {cell[other]['step_ms']:.1f} ({ratio - 1:+.1%})",
+                (ratio <= limit),
+            )
+
+
+def no_more_bytes(measured: Measured) -> Found:
+    for key, cell in measured.items():
+        for variant in ("shardstep", "shardstep-sharded"):
+            ratio = cell[variant]["wire_bytes"] / cell["replicated"]["wire_bytes"]
+            yield f"{key}, {variant}: {ratio:.4f} of replicated", ratio <= 1.0 + 1e-3  # norms are sums of their own
+
+
+def calls(rows: list[Row]) -> Found:
+    for row in rows:
+        if row["leaves"] == 1000:
+            text = f"{row['shardstep_us']:.0f} us against {row['jit_us']:.0f} on {row['devices']} devices"
+            yield f"{text}: {row['ratio']:.2f}x", row["ratio"] <= CALL
+
+
+def planning(rows: list[Row]) -> Found:
+    for row in rows:
+        if row["leaves"] == 10_000:
+            yield f"{row['plan_s']:.1f} s, {row['trace_s']:.1f} s of it tracing", row["plan_s"] < PLANNING_S
+
+
+if __name__ == "__main__":
+    for found in judge():
+        print(found)

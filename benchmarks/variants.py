@@ -1,0 +1,247 @@
+"""What one can do with a training step: plain data parallelism, annotations, shardstep, and an expert's own program.
+
+Each variant is a function of a workload and a mesh, and gives a contender for `shardstep.measuring`. All of them donate
+their state. "By the first divisible dimension" is the rule that everyone writes by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from optimizers import OPTIMIZERS
+from workloads import State, Workload
+
+import shardstep
+from shardstep.measuring import Contender
+
+AXIS = "data"
+WHOLE, BY_EXAMPLE = PartitionSpec(), PartitionSpec(AXIS)
+Variant = Callable[[Workload, Mesh], Contender]
+
+
+def contender(name: str, workload: Workload, mesh: Mesh, step: Any, layout: State) -> Contender:
+    """Of a jitted `(state, batch) -> (state, loss)` whose state rests in this layout of PartitionSpecs."""
+    where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), layout, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    shapes = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        jax.eval_shape(workload.init),
+        where,
+    )
+    return Contender(
+        name,
+        lambda: step.lower(shapes, workload.batch),
+        lambda: jax.device_put(workload.init(), where, may_alias=False),
+        lambda state: step(state, workload.batch),
+    )
+
+
+# --- annotations ----------------------------------------------------------------------------------------------------
+
+
+def divisible(shape: tuple[int, ...], replicas: int) -> int | None:
+    """The first dimension that the replicas divide."""
+    return next((d for d, size in enumerate(shape) if size % replicas == 0), None)
+
+
+def along(dim: int | None) -> PartitionSpec:
+    return WHOLE if dim is None else PartitionSpec(*[None] * dim, AXIS)
+
+
+def annotated(name: str, weights: bool, moments: bool) -> Variant:
+    """The step under `jit`, with its weights or moments laid out by the first divisible dimension, or whole."""
+
+    def make(workload: Workload, mesh: Mesh) -> Contender:
+        shapes = jax.eval_shape(workload.init)
+
+        def lay_out(tree: Any, split: bool) -> Any:
+            return jax.tree.map(lambda x: along(divisible(x.shape, mesh.size)) if split else WHOLE, tree)
+
+        layout = State(
+            lay_out(shapes.params, weights), lay_out(shapes.optimizer, moments), lay_out(shapes.statistics, False)
+        )
+        where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), layout)
+        step = jax.jit(
+            workload.step,
+            in_shardings=(where, NamedSharding(mesh, BY_EXAMPLE)),
+            out_shardings=(where, NamedSharding(mesh, WHOLE)),
+            donate_argnums=0,
+        )
+        return contender(name, workload, mesh, step, layout)
+
+    return make
+
+
+# --- per-replica programs -------------------------------------------------------------------------------------------
+
+
+def per_replica(name: str, workload: Workload, mesh: Mesh, replica: Callable[..., Any], layout: State) -> Contender:
+    """A program that is written for one replica: what one gives to `pmap` or `shard_map`."""
+    mapped = jax.shard_map(
+        replica, mesh=mesh, in_specs=(layout, BY_EXAMPLE), out_specs=(layout, WHOLE), check_vma=False
+    )
+    return contender(name, workload, mesh, jax.jit(mapped, donate_argnums=0), layout)
+
+
+def gradients(workload: Workload, params: Any, statistics: Any, batch: Any, replicas: int) -> tuple[Any, Any, Any]:
+    """This replica's terms: of the loss, of the gradient; and the statistics, which are everyone's."""
+
+    def term(params: Any) -> tuple[jax.Array, Any]:
+        loss, changed = workload.loss(params, statistics, batch, AXIS)
+        return loss / replicas, changed
+
+    (loss, changed), grads = jax.value_and_grad(term, has_aux=True)(params)
+    return loss, grads, changed
+
+
+def data_parallel(workload: Workload, mesh: Mesh) -> Contender:
+    """Add up the gradients, update everything everywhere."""
+    shapes = jax.eval_shape(workload.init)
+    optimizer = OPTIMIZERS[workload.optimizer].plain()
+
+    def replica(state: State, batch: Any) -> tuple[State, jax.Array]:
+        loss, grads, statistics = gradients(workload, state.params, state.statistics, batch, mesh.size)
+        updates, moments = optimizer.update(lax.psum(grads, AXIS), state.optimizer, state.params)
+        return State(optax.apply_updates(state.params, updates), moments, statistics), lax.psum(loss, AXIS)
+
+    return per_replica("shard_map", workload, mesh, replica, jax.tree.map(lambda _: WHOLE, shapes))
+
+
+def forward_backward(workload: Workload, mesh: Mesh) -> Contender:
+    """Not a training step: loss and gradient terms, and nothing that follows. Step time minus this is the update's.
+
+    The gradients are returned, for they are made in memory in the other programs too.
+    """
+    shapes = jax.eval_shape(workload.init)
+    layout = jax.tree.map(lambda _: WHOLE, shapes._replace(optimizer=()))
+
+    def replica(state: State, batch: Any) -> tuple[jax.Array, Any]:
+        loss, grads, _ = gradients(workload, state.params, state.statistics, batch, mesh.size)
+        return lax.psum(loss, AXIS), jax.tree.map(lambda g: g[None], grads)
+
+    step = jax.jit(
+        jax.shard_map(replica, mesh=mesh, in_specs=(layout, BY_EXAMPLE), out_specs=(WHOLE, BY_EXAMPLE), check_vma=False)
+    )
+    where = NamedSharding(mesh, WHOLE)
+
+    def start() -> State:
+        return jax.device_put(workload.init()._replace(optimizer=()), where)
+
+    def advance(state: State) -> tuple[State, None]:
+        jax.block_until_ready(step(state, workload.batch))
+        return state, None
+
+    def lower() -> jax.stages.Lowered:
+        kept = shapes._replace(optimizer=())
+        return step.lower(
+            jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), kept), workload.batch
+        )
+
+    return Contender(FORWARD_BACKWARD, lower, start, advance)
+
+
+FORWARD_BACKWARD = "forward+backward"
+
+
+# --- the expert's program -------------------------------------------------------------------------------------------
+
+SMALL = 64 * 1024  # bytes; smaller weights are reduced together and updated by every replica, for that is cheaper
+
+
+def expert(name: str, rests_sharded: bool) -> Variant:
+    """Scatter each gradient, update the shard, gather the weight: what shardstep is held against.
+
+    Weights rest whole (sliced for the update, gathered behind it) or sharded (gathered before the forward pass).
+    """
+
+    def make(workload: Workload, mesh: Mesh) -> Contender:
+        shapes = jax.eval_shape(workload.init)
+        tree = jax.tree.structure(shapes.params)
+
+        def dim_of(leaf: Any) -> int | None:
+            return divisible(leaf.shape, mesh.size) if leaf.size * leaf.dtype.itemsize >= SMALL else None
+
+        dims = [dim_of(leaf) for leaf in jax.tree.leaves(shapes.params)]
+        on_shards = OPTIMIZERS[workload.optimizer].on_shards
+        assert on_shards is not None, f"no expert's {workload.optimizer}"
+        optimizer = on_shards([d is not None for d in dims], AXIS)
+
+        def scatter(grads: Any) -> Any:
+            leaves = jax.tree.leaves(grads)
+            small = iter(lax.psum([g for g, d in zip(leaves, dims, strict=True) if d is None], AXIS))
+            return tree.unflatten(
+                next(small) if d is None else lax.psum_scatter(g, AXIS, scatter_dimension=d, tiled=True)
+                for g, d in zip(leaves, dims, strict=True)
+            )
+
+        def own(params: Any) -> Any:
+            def part(w: jax.Array, d: int | None) -> jax.Array:
+                if d is None:
+                    return w
+                size = w.shape[d] // mesh.size
+                return lax.dynamic_slice_in_dim(w, lax.axis_index(AXIS) * size, size, d)
+
+            return tree.unflatten(map(part, jax.tree.leaves(params), dims))
+
+        def gather(shards: Any) -> Any:
+            def whole(w: jax.Array, d: int | None) -> jax.Array:
+                return w if d is None else lax.all_gather(w, AXIS, axis=d, tiled=True)
+
+            return tree.unflatten(map(whole, jax.tree.leaves(shards), dims))
+
+        def replica(state: State, batch: Any) -> tuple[State, jax.Array]:
+            params = gather(state.params) if rests_sharded else state.params
+            shard = state.params if rests_sharded else own(params)
+            loss, grads, statistics = gradients(workload, params, state.statistics, batch, mesh.size)
+            updates, moments = optimizer.update(scatter(grads), state.optimizer, shard)
+            shard = optax.apply_updates(shard, updates)
+            return State(shard if rests_sharded else gather(shard), moments, statistics), lax.psum(loss, AXIS)
+
+        def lay_out(tree: Any, split: bool = True) -> Any:
+            return jax.tree.map(lambda leaf: along(dim_of(leaf)) if split else WHOLE, tree)
+
+        layout = State(
+            lay_out(shapes.params, rests_sharded), lay_out(shapes.optimizer), lay_out(shapes.statistics, False)
+        )
+        return per_replica(name, workload, mesh, replica, layout)
+
+    return make
+
+
+# --- shardstep ------------------------------------------------------------------------------------------------------
+
+
+def sharded(name: str, weights: str) -> Variant:
+    def make(workload: Workload, mesh: Mesh) -> Contender:
+        step = shardstep.shard(workload.step, mesh, weights=weights)
+        return Contender(
+            name,
+            lambda: step.lower(jax.eval_shape(workload.init), workload.batch),
+            lambda: step.place(workload.init(), workload.batch)[0],
+            lambda state: step(state, workload.batch),
+        )
+
+    return make
+
+
+VARIANTS: dict[str, Variant] = {
+    "replicated": annotated("replicated", weights=False, moments=False),
+    "shard_map": data_parallel,
+    "zero1": annotated("zero1", weights=False, moments=True),
+    "fsdp": annotated("fsdp", weights=True, moments=True),
+    "shardstep": sharded("shardstep", "replicated"),
+    "expert": expert("expert", rests_sharded=False),
+    "shardstep-sharded": sharded("shardstep-sharded", "sharded"),
+    "expert-sharded": expert("expert-sharded", rests_sharded=True),
+}
+EXPERTS = {"shardstep": "expert", "shardstep-sharded": "expert-sharded"}  # each is held against its twin
+
+
+def variants_for(optimizer: str) -> list[str]:
+    """All that there are for this optimizer."""
+    written = OPTIMIZERS[optimizer].on_shards is not None
+    return [name for name in VARIANTS if written or name not in EXPERTS.values()]
