@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recorded import FACTOR, RESULTS, Key, Row, cells, read, update_bound
+from scaling import fit, sizes
 
 OTHERS = ("replicated", "shard_map", "zero1", "fsdp")
 OVER_ZERO1 = 1.5
@@ -17,6 +18,7 @@ BEHIND_REPLICATED = 1.03
 BEHIND_EXPERT = 1.05
 CALL = 1.3
 PLANNING_S = 20.0
+RESIDUAL = 0.15
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ def judge(folder: Path = RESULTS) -> list[Goal]:
             "weights sharded: at most 5 % behind the expert",
             behind(found, "shardstep-sharded", "expert-sharded", BEHIND_EXPERT),
         ),
+        goal(f"time grows with weights/N: at most {RESIDUAL:.0%} off a straight line", linear(read("latest", folder))),
         goal("never more bytes on the wire than replicated", no_more_bytes(found)),
         goal(f"a call on 1,000 leaves: at most {CALL:g} times jit's", calls(read("calls", folder))),
         goal(f"planning 10,000 leaves: under {PLANNING_S:g} s", planning(read("planning", folder))),
@@ -95,6 +98,14 @@ def behind(measured: Measured, variant: str, other: str, limit: float) -> Found:
                 f"{key}: {cell[variant]['step_ms']:.1f} ms against {cell[other]['step_ms']:.1f} ({ratio - 1:+.1%})",
                 (ratio <= limit),
             )
+
+
+def linear(rows: list[Row]) -> Found:
+    measured = sizes(rows)
+    for variant in ("shardstep", "shardstep-sharded"):
+        line = fit([cell[variant] for cell in measured])
+        if line is not None:
+            yield f"{variant}: {line.residual:.0%} off at one of {line.points} sizes", line.residual <= RESIDUAL
 
 
 def no_more_bytes(measured: Measured) -> Found:

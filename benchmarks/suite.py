@@ -138,6 +138,10 @@ def main() -> None:
             keep(part, in_process("scaling.py", part, *(["--quick"] if args.quick else [])), args.out)
     for goal in goals.judge(args.out):
         print(goal, flush=True)
+    if args.out == RESULTS:
+        from plots import draw  # needs matplotlib, which only `make bench` installs
+
+        draw(read("latest", args.out))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import jax
 import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from optimizers import OPTIMIZERS
+from optimization import OPTIMIZERS
 from workloads import State, Workload
 
 import shardstep

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from optimizers import OPTIMIZERS
+from optimization import OPTIMIZERS
 
 
 class State(NamedTuple):

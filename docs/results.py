@@ -1,36 +1,147 @@
-"""A hook of MkDocs: the tables of `benchmarks.md` come from the files in `benchmarks/results/`, so they cannot age."""
+"""A hook of MkDocs: the tables of `benchmarks.md` come from the files in `benchmarks/results/`, so they cannot age.
+
+A line `{{ NAME }}` in a page is replaced by the table of that name. What is met and what is missed is judged by
+`benchmarks/goals.py`; nothing is written here by hand.
+"""
 
 from __future__ import annotations
 
-import json
+import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
-NAMES = {"replicated": "replicated `jit`", "zero1": "ZeRO-1 by hand", "shardstep": "shardstep"}
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+if str(BENCHMARKS) not in sys.path:
+    sys.path.append(str(BENCHMARKS))
+
+from claims import claims  # noqa: E402
+from goals import judge  # noqa: E402
+from recorded import RESULTS, Row, cells, kind, read  # noqa: E402
+from scaling import fit, sizes  # noqa: E402
+
+NAMES = {
+    "replicated": "replicated `jit`",
+    "shard_map": "replicated `shard_map`",
+    "zero1": "ZeRO-1 by hand",
+    "fsdp": "FSDP by hand",
+    "expert": "expert",
+    "shardstep-sharded": "shardstep, weights sharded",
+    "expert-sharded": "expert, weights sharded",
+}
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace `{{ results NAME }}` by the table of benchmarks/results/NAME.json."""
-    for line in markdown.splitlines():
-        if line.startswith("{{ results "):
-            name = line.removeprefix("{{ results ").removesuffix(" }}")
-            markdown = markdown.replace(line, table(json.loads((RESULTS / f"{name}.json").read_text())))
-    return markdown
+    """Replace every line that names a table."""
+    return "\n".join(
+        TABLES[line[3:-3]](RESULTS) if line.startswith("{{ ") and line[3:-3] in TABLES else line
+        for line in markdown.splitlines()
+    )
 
 
-def table(result: dict[str, Any]) -> str:
-    versions = ", ".join(f"{k} {v}" for k, v in result["versions"].items())
-    lines = [f"{result['date'][:10]}, {result['machine']['cores']} cores, {versions}.", ""]
-    for workload, variants in result["workloads"].items():
-        lines += [
-            f"| {workload} | a step (ms) | range | sent by a replica | arguments | temporaries |",
-            "|---|---|---|---|---|---|",
-        ]
-        for v in variants:
-            step, sizes = v["step"], (v["wire_bytes"], v["argument_bytes"], v["temporary_bytes"])
-            cells = [NAMES.get(v["variant"], v["variant"]), f"{step['median']:.0f}"]
-            cells += [f"{step['low']:.0f} to {step['high']:.0f}", *(f"{n / 1e6:.1f} MB" for n in sizes)]
-            lines.append(f"| {' | '.join(cells)} |")
-        lines.append("")
-    return "\n".join(lines)
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
+
+
+def circumstances(folder: Path) -> str:
+    rows = read("latest", folder)
+    if not rows:
+        return "Not measured yet."
+    row, dates = rows[0], sorted({r["date"][:10] for r in rows})
+    machine, versions = row["machine"], ", ".join(f"{k} {v}" for k, v in row["versions"].items())
+    loads = sorted(r["machine"]["load"] for r in rows)
+    return (
+        f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}; {machine['processor']}, {machine['cores']} cores,"
+        f" {machine['memory_gb']:.0f} GB; {versions}. Load at the end of a cell: {loads[0]} to {loads[-1]}."
+    )
+
+
+def goals(folder: Path) -> str:
+    """Met and missed, and what exactly was missed."""
+    return table(
+        ("goal", "", "missed"), ((goal.name, f"**{goal.verdict}**", "<br>".join(goal.missed)) for goal in judge(folder))
+    )
+
+
+def suite(folder: Path) -> str:
+    """A table for each cell."""
+    parts = []
+    for key, cell in cells(read("latest", folder)).items():
+        first = next(iter(cell.values()))
+        share = first["update_share"]
+        said = f"{kind(cell)}: {share:.0%} of the replicated step is not forward or backward pass"
+        parts += [f"### {key}", f"{first['parameters'] / 1e6:.1f} million parameters. {said}.", in_cell(cell)]
+    return "\n\n".join(parts)
+
+
+def in_cell(cell: dict[str, Row]) -> str:
+    ours = cell["shardstep"]["step_ms"]
+    head = ("", "a step (ms)", "spread", "of shardstep's", "arguments", "temporaries", "sent", "traced", "compiled")
+    return table(
+        head,
+        (
+            (
+                NAMES.get(name, name),
+                f"{row['step_ms']:.1f}",
+                f"{row['spread']:.1f}",
+                f"{row['step_ms'] / ours:.2f}",
+                *(f"{row[k] / 1e6:.1f} MB" for k in ("arg_bytes", "temp_bytes", "wire_bytes")),
+                f"{row['trace_s']:.1f} s",
+                f"{row['compile_s']:.1f} s",
+            )
+            for name, row in cell.items()
+        ),
+    )
+
+
+def paper(folder: Path) -> str:
+    return table(
+        ("machine", "workload", "", "over", "a step", "peak memory"),
+        (
+            (c.machine, c.workload, NAMES.get(c.variant, c.variant), c.simpler, f"{c.time:.2f}x", f"{c.memory:.2f}x")
+            for c in claims(folder)
+        ),
+    )
+
+
+def model_size(folder: Path) -> str:
+    """The line through step times of models of several sizes."""
+    found = sizes(read("latest", folder))
+    fits = ((name, fit([cell[name] for cell in found if name in cell])) for name in ("replicated", *NAMES, "shardstep"))
+    return table(
+        ("", "fixed (ms)", "ms for a million weights/N", "largest residual", "models"),
+        (
+            (NAMES.get(name, name), f"{f.fixed:.1f}", f"{f.slope:.1f}", f"{f.residual:.1%}", str(f.points))
+            for name, f in dict(fits).items()
+            if f is not None
+        ),
+    )
+
+
+def calls(folder: Path) -> str:
+    return table(
+        ("leaves", "`jit` (us)", "shardstep (us)", "ratio"),
+        (
+            (f"{r['leaves']:,}", f"{r['jit_us']:.0f}", f"{r['shardstep_us']:.0f}", f"{r['ratio']:.2f}")
+            for r in read("calls", folder)
+        ),
+    )
+
+
+def planning(folder: Path) -> str:
+    return table(
+        ("leaves", "plan, tracing included (s)", "tracing alone (s)"),
+        ((f"{r['leaves']:,}", f"{r['plan_s']:.2f}", f"{r['trace_s']:.2f}") for r in read("planning", folder)),
+    )
+
+
+TABLES = {
+    "circumstances": circumstances,
+    "goals": goals,
+    "suite": suite,
+    "claims": paper,
+    "model size": model_size,
+    "calls": calls,
+    "planning": planning,
+}

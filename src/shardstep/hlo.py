@@ -76,7 +76,8 @@ _CALLED_SET = re.compile(r"\b(?:branch_computations|called_computations|calls)=\
 
 
 def _computations(text: str) -> Iterator[tuple[str, list[str]]]:
-    name, lines = None, []
+    name: str | None = None
+    lines: list[str] = []
     for line in text.splitlines():
         opening = _OPENING.match(line)
         if opening:

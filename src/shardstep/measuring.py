@@ -43,7 +43,9 @@ SCHEMA = (
     "wire_bytes",
     "compile_s",
 )
-AGREEMENT = 1e-3  # of the first loss: how far reassociated sums may carry the others
+# How far losses may be apart, as a share of the first. The second follows from one whole update. Later ones part by
+# themselves where a model amplifies rounding (BatchNorm on small batches does, a thousandfold a step).
+AGREEMENT, DRIFT = 1e-3, 0.1
 SHARE_OF_MEMORY = 0.6  # all states together may take this much; the rest is for what XLA allocates besides
 
 
@@ -116,7 +118,7 @@ class Timing(NamedTuple):
 
 
 def measure(
-    contenders: Sequence[Contender], steps: int, warm_up: int = 2, blocks: int = 3, say: Callable[[str], None] = str
+    contenders: Sequence[Contender], steps: int, warm_up: int = 2, blocks: int = 3, say: Callable[[str], object] = str
 ) -> list[Measured]:
     """Compile every contender, then run them in turn: `steps` counted steps of each. Their losses must agree."""
     compiled: dict[str, Compiled] = {}
@@ -214,8 +216,8 @@ def require_agreement(found: Sequence[Measured]) -> None:
     told = [m for m in found if not np.isnan(m.losses).all()]
     for m in told[1:]:
         first = told[0]
-        apart = np.max(np.abs(np.subtract(m.losses, first.losses)))
-        if not apart <= AGREEMENT * max(abs(first.losses[0]), 1e-3):
+        apart = np.abs(np.subtract(m.losses, first.losses)) / max(abs(first.losses[0]), 1e-3)
+        if not (np.all(apart[:2] <= AGREEMENT) and np.all(apart <= DRIFT)):
             raise Disagreement(
                 f"{m.contender} computes something else than {first.contender}: losses {m.losses} and {first.losses}"
             )

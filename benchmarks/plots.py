@@ -1,0 +1,116 @@
+"""Draws what the suite measured: `python benchmarks/plots.py` (needs matplotlib).
+
+docs/images/bench-step.png      step time of every variant, relative to replicated jit
+docs/images/bench-memory.png    bytes of a device
+docs/images/bench-scaling.png   with the number of replicas, and with the size of the model
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+from recorded import RESULTS, Row, cells, read
+from scaling import fit, sizes
+
+IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
+COLOURS = {
+    "replicated": "#9aa0a6",
+    "shard_map": "#bdc1c6",
+    "zero1": "#f2c14e",
+    "fsdp": "#f58518",
+    "shardstep": "#4c78a8",
+    "expert": "#a0cbe8",
+    "shardstep-sharded": "#2f6b4f",
+    "expert-sharded": "#88d27a",
+}
+
+
+def bars(rows: list[Row], value: Any, label: str, title: str) -> Any:
+    """A group of bars for each cell; one colour for each variant."""
+    found = {key: cell for key, cell in cells(rows).items() if key.devices > 1}
+    figure, axes = plt.subplots(figsize=(max(7, 0.9 * len(found) + 3), 4.8), layout="constrained")
+    where = np.arange(len(found))
+    for i, (variant, colour) in enumerate(COLOURS.items()):
+        heights = [value(cell, variant) if variant in cell else np.nan for cell in found.values()]
+        axes.bar(where + 0.1 * (i - 3.5), heights, 0.1, label=variant, color=colour)
+    names = [f"{k.workload}\n{k.optimizer}, {k.devices}" for k in found]
+    axes.set_xticks(where, names, rotation=60, ha="right", fontsize=7)
+    axes.set(ylabel=label, title=title)
+    axes.legend(fontsize=7, ncols=4)
+    axes.grid(axis="y", alpha=0.3)
+    return figure
+
+
+def step_time(rows: list[Row]) -> Any:
+    return bars(
+        rows,
+        lambda cell, variant: cell[variant]["step_ms"] / cell["replicated"]["step_ms"],
+        "step time, replicated jit = 1",
+        "A step (lower is better)",
+    )
+
+
+def memory(rows: list[Row]) -> Any:
+    return bars(
+        rows,
+        lambda cell, variant: cell[variant]["peak_bytes"] / cell["replicated"]["peak_bytes"],
+        "bytes of a device, replicated jit = 1",
+        "Arguments and temporaries of a device (lower is better)",
+    )
+
+
+def scaling(rows: list[Row]) -> Any:
+    figure, (replicas, model) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    for variant, colour in COLOURS.items():
+        if points := with_replicas(rows, variant):
+            replicas.plot([r["devices"] for r in points], [r["step_ms"] for r in points], "o-", color=colour)
+        of_size = [cell[variant] for cell in sizes(rows) if variant in cell]
+        weights = [r["parameters"] / 1e6 for r in of_size]
+        model.plot(weights, [r["step_ms"] for r in of_size], "o", color=colour, label=variant)
+        if (line := fit(of_size)) is not None:
+            model.plot(weights, [line.fixed + line.slope * w / 8 for w in weights], "-", color=colour, alpha=0.5)
+    title = "with replicas, which share the cores"
+    replicas.set(xlabel="replicas", ylabel="ms a step", title=title, xscale="log", xticks=(1, 2, 4, 8))
+    replicas.set_xticks((1, 2, 4, 8), ("1", "2", "4", "8"))
+    model.set(xlabel="million weights, 8 replicas", ylabel="ms a step", title="with the model; lines are least squares")
+    model.legend(fontsize=7)
+    for axes in (replicas, model):
+        axes.grid(alpha=0.3)
+    return figure
+
+
+def with_replicas(rows: list[Row], variant: str) -> list[Row]:
+    """The workload that was measured on most numbers of devices."""
+    found: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        if row["variant"] == variant:
+            found.setdefault((row["workload"], row["optimizer"]), []).append(row)
+    most = max(found.values(), key=len, default=[])
+    return sorted(most, key=lambda row: row["devices"]) if len(most) > 1 else []
+
+
+def draw(rows: list[Row], folder: Path = IMAGES) -> list[Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = []
+    for name, picture in (("step", step_time), ("memory", memory), ("scaling", scaling)):
+        figure = picture(rows)
+        drawn.append(folder / f"bench-{name}.png")
+        figure.savefig(drawn[-1], dpi=130, metadata={"Software": None})
+        plt.close(figure)
+    return drawn
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, default=IMAGES)
+    args = parser.parse_args()
+    for path in draw(read("latest", args.results), args.out):
+        print(path)
