@@ -79,6 +79,7 @@ def scaling(rows: list[Row]) -> Any:
     title = "with replicas, which share the cores"
     replicas.set(xlabel="replicas", ylabel="ms a step", title=title, xscale="log", xticks=(1, 2, 4, 8))
     replicas.set_xticks((1, 2, 4, 8), ("1", "2", "4", "8"))
+    replicas.minorticks_off()
     model.set(xlabel="million weights, 8 replicas", ylabel="ms a step", title="with the model; lines are least squares")
     model.legend(fontsize=7)
     for axes in (replicas, model):

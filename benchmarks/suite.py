@@ -15,6 +15,7 @@ GPT-2-small is measured on 4 devices: 8 replicas of its Adam state and of its te
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import subprocess
@@ -139,9 +140,18 @@ def main() -> None:
     for goal in goals.judge(args.out):
         print(goal, flush=True)
     if args.out == RESULTS:
-        from plots import draw  # needs matplotlib, which only `make bench` installs
+        draw()
 
-        draw(read("latest", args.out))
+
+def draw() -> None:
+    """The pictures of the documentation."""
+    if importlib.util.find_spec("matplotlib") is None:
+        print("no pictures: matplotlib is not installed (make bench installs it)")
+        return
+    import plots
+
+    for path in plots.draw(read("latest")):
+        print(path)
 
 
 if __name__ == "__main__":
