@@ -32,7 +32,9 @@ def section(name: str) -> str:
     result = json.loads((BENCHMARKS / "results" / "tpu_aot.json").read_text())
     if name == "about":
         about = result["about"]
-        return f"libtpu {about['libtpu']}, JAX {about['jax']}. {about.get('note', '')}"
+        module = _goals()
+        gone = "; ".join(module.missing(module.indexed(result["rows"]))) or "nothing"
+        return f"libtpu {about['libtpu']}, JAX {about['jax']}. {about.get('note', '')}\n\nNot compiled yet: {gone}."
     return goals(result["rows"]) if name == "goals" else table([r for r in result["rows"] if r["workload"] == name])
 
 
