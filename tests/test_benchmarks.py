@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -256,11 +257,7 @@ def test_the_page_shows_what_is_in_the_files(hook, results, monkeypatch):
     folder = results(rows, planning=[{"leaves": 10_000, "plan_s": 21.0, "trace_s": 3.0}])
     monkeypatch.setattr(hook, "RESULTS", folder)
     page = hook.on_page_markdown((ROOT / "docs" / "benchmarks.md").read_text())
-<<<<<<< HEAD
     assert re.findall(r"\{\{.*", page) == ["{{ torch results }}"]  # another hook's
-=======
-    assert "{{" not in page
->>>>>>> b6591400523e030113f07621ce5d147e327af4fa
     assert "| replicated `jit` | 400.0 | 1.0 | 4.00 |" in page and "### m, adam, 8 devices" in page
     assert "| at most 5 % behind the expert | **missed (0 of 1 met)** | m, adam, 8 devices" in page
     assert "| 10,000 | 21.00 | 3.00 |" in page and "abacus" in page

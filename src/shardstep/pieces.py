@@ -9,8 +9,8 @@ otherwise, (n - 1) / n of the tensor, and in the plan this remains one reduce-sc
 
 Steps of the transformer of `benchmarks/workloads.py`, scattered by gloo and in pieces, one process a core (2 cores),
 JAX 0.12.0.1, 2026-11-16: 2 processes 351 and 346 ms (no difference: 24 steps, overlapping quartiles), 4 processes 644
-and 596 ms (12 steps). Gathering the weights in pieces as well was tried and lost (470 ms with 2 processes): what arrives
-in pieces is copied once more to be whole.
+and 596 ms (12 steps). Gathering the weights in pieces as well was tried and lost (470 ms with 2 processes): what
+arrives in pieces is copied once more to be whole.
 """
 
 from __future__ import annotations
