@@ -7,8 +7,12 @@ Beware of the allocator. On CPU, XLA takes its temporaries from malloc at each s
 32 MiB afresh each time: a program with larger temporaries then pays for page faults, not for its update. At width 1024
 the MLP's baselines lie 360 bytes above that line and shardstep lies below it. So by default freed memory is kept, which
 favours the baselines; `--malloc default` shows what an untuned process sees, and the rows tell the page faults either
-way. The replicated MLP is also far slower at width 1024 than its size explains (why is not established), so the MLP is
-measured at width 960 too.
+way.
+
+Beware of transposes. A weight's gradient comes out of the backward pass transposed. In the replicated program under
+`jit` XLA moves the transpose behind the all-reduce and into the update of both moments, which then read the gradient
+column by column: three times the CPU time of the same program under `shard_map`, whose transpose stays before the
+all-reduce. At width 1024 a column's elements also share one cache set, so the MLP is measured at width 960 too.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from recorded import FACTOR, RESULTS, Key, Row, cells, read, update_bound
 from scaling import fit, sizes
@@ -65,6 +66,7 @@ def judge(folder: Path = RESULTS) -> list[Goal]:
         ),
         goal(f"time grows with weights/N: at most {RESIDUAL:.0%} off a straight line", linear(read("latest", folder))),
         goal("never more bytes on the wire than replicated", no_more_bytes(found)),
+        goal("ahead of every PyTorch variant on the transformer", torch(read("torch", folder))),
         goal(f"a call on 1,000 leaves: at most {CALL:g} times jit's", calls(read("calls", folder))),
         goal(f"planning 10,000 leaves: under {PLANNING_S:g} s", planning(read("planning", folder))),
     ]
@@ -113,6 +115,17 @@ def no_more_bytes(measured: Measured) -> Found:
         for variant in ("shardstep", "shardstep-sharded"):
             ratio = cell[variant]["wire_bytes"] / cell["replicated"]["wire_bytes"]
             yield f"{key}, {variant}: {ratio:.4f} of replicated", ratio <= 1.0 + 1e-3  # norms are sums of their own
+
+
+def torch(found: Any) -> Found:
+    rows = [row for row in (found["rows"] if found else ()) if row["step_ms"] is not None]
+    for devices in sorted({row["devices"] for row in rows}):
+        here = [row for row in rows if row["devices"] == devices]
+        ours = next((row for row in here if row["variant"] == "shardstep"), None)
+        best = min((row for row in here if row["framework"] == "torch"), key=lambda row: row["step_ms"], default=None)
+        if ours and best:
+            text = f"{devices} processes: {ours['step_ms']:.0f} ms against {best['step_ms']:.0f} of {best['variant']}"
+            yield text, ours["step_ms"] < best["step_ms"]
 
 
 def calls(rows: list[Row]) -> Found:

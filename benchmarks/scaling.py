@@ -127,7 +127,7 @@ def plan(mesh: Any, leaves: int) -> Row:
     import jax.numpy as jnp
 
     import shardstep
-    from shardstep.commands.explain import undisturbed
+    from shardstep.collector import undisturbed
     from shardstep.measuring import circumstances, timed
 
     step, state = deep(leaves // 3)

@@ -188,7 +188,8 @@ def test_goals_are_met_where_the_figures_say_so(results):
     calls = [{"leaves": 1000, "devices": 8, "jit_us": 10.0, "shardstep_us": 12.0, "ratio": 1.2}]
     found = goals.judge(results(rows, calls, [{"leaves": 10_000, "plan_s": 19.0, "trace_s": 3.0}]))
     assert {goal.name: goal.verdict for goal in found if goal.verdict != "met"} == {
-        f"time grows with weights/N: at most {goals.RESIDUAL:.0%} off a straight line": "not measured"
+        f"time grows with weights/N: at most {goals.RESIDUAL:.0%} off a straight line": "not measured",
+        "ahead of every PyTorch variant on the transformer": "not measured",
     }
 
 

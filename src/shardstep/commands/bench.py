@@ -15,7 +15,7 @@ from rich.table import Table
 
 from .. import alternatives
 from ..api import Rewritten, ShardedStep
-from ..arguments import abstract, shape_of
+from ..arguments import Call, abstract, shape_of
 from ..errors import ShardstepError
 from ..measuring import Contender, Disagreement, Measured, measure, rows
 from ..padded import Padded
@@ -54,11 +54,11 @@ def contenders(program: target.Target, mesh: Mesh) -> list[Contender]:
         name: program.sharded(mesh, weights=weights)
         for name, weights in (("shardstep", "replicated"), ("shardstep-sharded", "sharded"))
     }
-    one = ours["shardstep"]
-    rewritten, _ = one.program(program.args, {})
-    _require_even(rewritten, mesh.size)
-    made = [Runner(one, rewritten).per_replica()] if one.axis_name is not None else Runner(one, rewritten).annotated()
-    return [*made, *(Runner(step, step.program(program.args, {})[0]).sharded(name) for name, step in ours.items())]
+    runners = {name: Runner(step, *step.program(program.args, {})) for name, step in ours.items()}
+    one = runners["shardstep"]
+    _require_even(one.program, mesh.size)
+    plain = one.annotated() if one.step.axis_name is None else [one.per_replica()]
+    return [*plain, *(runner.sharded(name) for name, runner in runners.items())]
 
 
 def _require_even(program: Rewritten, replicas: int) -> None:
@@ -75,8 +75,8 @@ def _require_even(program: Rewritten, replicas: int) -> None:
 class Runner:
     """Runs a captured step, leaf by leaf: new state takes the place of the old, everything else stays."""
 
-    def __init__(self, step: ShardedStep, program: Rewritten):
-        self.step, self.program, self.captured = step, program, program.captured
+    def __init__(self, step: ShardedStep, program: Rewritten, call: Call):
+        self.step, self.program, self.captured, self.call = step, program, program.captured, call
         outputs = self.captured.program.outputs
         scalars = (o for o, atom in enumerate(outputs) if atom.array.shape == () and _is_float(atom.array.dtype))
         kept = set(self.captured.state.values())
@@ -99,7 +99,7 @@ class Runner:
 
     def _plain(self, name: str, run: Any, mesh: Mesh, specs: Sequence[PartitionSpec]) -> Contender:
         where = [NamedSharding(mesh, spec) for spec in specs]
-        given = self.captured.call.leaves
+        given = self.call.leaves
 
         def start() -> list[Any]:
             return [jax.device_put(_copy(x), sharding) for x, sharding in zip(given, where, strict=True)]
@@ -110,7 +110,7 @@ class Runner:
 
     def sharded(self, name: str) -> Contender:
         """Called as a user calls it."""
-        call = self.captured.call
+        call = self.call
         start_args, start_kwargs = call.rebuild(call.leaves)
 
         def advance(leaves: list[Any]) -> tuple[list[Any], Any]:
