@@ -12,7 +12,7 @@ way.
 Beware of transposes. A weight's gradient comes out of the backward pass transposed. In the replicated program under
 `jit` XLA puts the transpose behind the all-reduce and into the update of the moments, which then read the gradient
 column by column. The same work under `shard_map`, whose transpose stays before the all-reduce, takes a third of the CPU
-time; no other difference was found in the programs. The MLP is measured at width 960 too, where the strides are no power
+time; no other difference was found in the programs. The MLP is measured at width 960 too, where strides are no power
 of two.
 """
 
