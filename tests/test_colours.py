@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from hlo import collectives
 from steps import OPTIMIZER, assert_same
 
 import shardstep
 from shardstep.collectives import moves
 from shardstep.colours import first_axis
+from shardstep.hlo import collectives
 from shardstep.layout import PARTIAL, REPLICATED, Axis, Split, block_shape
 from shardstep.placement import beginning_with
 
