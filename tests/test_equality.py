@@ -59,8 +59,8 @@ def examples(n: int) -> int:
 
     Small, because among very many activations one lies so near the kink of a relu that rounding tips it over: for
     `resnet` with 120 examples the float64 gradient itself jumps by 8e-2 when the images change by 1e-7, and the plain
-    float32 run is the one that falls on the wrong side. 48 and not 24: eight replicas can share a half of it. 40 and not 48
-    for one replica: there it is the third step of `resnet` that tips over (1e-6 apart after two, 1e-2 after three).
+    float32 run is the one that falls on the wrong side. 48 and not 24: eight replicas can share a half of it. 40 for
+    one replica: with 48 it is the third step of `resnet` that tips over (1e-6 apart after two, 1e-2 after three).
     """
     return 40 if n == 1 else 48 if 48 % n == 0 else 2 * n
 
