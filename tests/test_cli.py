@@ -187,7 +187,8 @@ def test_ten_thousand_leaves_take_ten_seconds_beyond_tracing():
         plan = explaining.plan_for(target.Target(step, args), explaining.all_devices()).plan
         taken = time.process_time() - start - traced
     assert len(plan.leaves) == 10_001
-    assert taken < 10.0, f"{taken:.1f} s beyond the {traced:.1f} s of tracing"
+    slower = max(1.0, traced / 4.0)  # than an idle core, on which tracing takes 4 s (and planning 7)
+    assert taken < 10.0 * slower, f"{taken:.1f} s beyond the {traced:.1f} s of tracing"
 
 
 # -- check --------------------------------------------------------------------------------------------------------

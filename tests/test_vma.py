@@ -97,7 +97,7 @@ def test_the_check_is_on_by_default():
 
 
 def test_the_check_is_switched_off_nowhere():
-    """In all of src, `check_vma` is `options.check`; only `check.py`, which runs the user's own program, has it off."""
+    """In all of src, `check_vma` is `options.check`; only `alternatives.py` has it off, for the user's own program."""
     settings = [
         (path.name, ast.unparse(keyword.value))
         for path in sorted(SOURCE.rglob("*.py"))
@@ -106,4 +106,4 @@ def test_the_check_is_switched_off_nowhere():
         for keyword in node.keywords
         if keyword.arg in ("check_vma", "check_rep", "check")
     ]
-    assert sorted(settings) == [("api.py", "options.check"), ("check.py", "False")]
+    assert sorted(settings) == [("alternatives.py", "False"), ("api.py", "options.check")]

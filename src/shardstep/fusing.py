@@ -65,14 +65,18 @@ def fuse(schedule: Schedule, limit: int) -> Schedule:
     def small(t: Transfer) -> bool:
         return t.array.nbytes <= limit and _kind(t, schedule.axes) is not None
 
-    return min(_bundled(schedule, limit), _bundled(by_depth(schedule, small), limit), key=_bundles)
+    as_it_is, could_be_fewer = _bundled(schedule, limit)
+    if not could_be_fewer:
+        return as_it_is
+    return min(as_it_is, _bundled(by_depth(schedule, small), limit)[0], key=_bundles)
 
 
 def _bundles(schedule: Schedule) -> int:
     return sum(map(len, schedule.transfers))
 
 
-def _bundled(schedule: Schedule, limit: int) -> Schedule:
+def _bundled(schedule: Schedule, limit: int) -> tuple[Schedule, bool]:
+    """The schedule in its own order, bundled; and whether fewer buckets would hold as much, were they filled better."""
     steps = tuple(
         step._replace(bodies=tuple(fuse(body, limit) for body in step.bodies)) if step.bodies else step
         for step in schedule.steps
@@ -91,11 +95,14 @@ def _bundled(schedule: Schedule, limit: int) -> Schedule:
                     placed[place].append((t,))
                 ready[t.var, t.target] = place + 1
     shared: list[list[Bundle]] = [[] for _ in placed]
+    could_be_fewer = False
     for alike in waiting.values():
-        for members in _buckets(alike, limit):
+        buckets = list(_buckets(alike, limit))
+        could_be_fewer |= (len(buckets) - 1) * limit >= sum(w.nbytes for w in alike)
+        for members in buckets:
             shared[min(w.needed for w in members)].append(tuple(w.transfer for w in members))
     transfers = tuple((*first, *then) for first, then in zip(shared, placed, strict=True))
-    return replace(schedule, steps=steps, transfers=transfers)
+    return replace(schedule, steps=steps, transfers=transfers), could_be_fewer
 
 
 def _made(schedule: Schedule) -> dict[tuple[Var, Layout], int]:
