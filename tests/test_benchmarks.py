@@ -133,8 +133,8 @@ def test_a_contender_that_computes_something_else_is_an_error():
 def test_states_that_fill_the_memory_are_not_held_together(monkeypatch):
     program = measuring.Compiled(10**6, 10**6, 2 * 10**6, 0.0, {}, 0.0, 0.0)
     monkeypatch.setattr(measuring, "memory_bytes", lambda: 10**8)
-    assert measuring.fit_together([program] * 5)  # (5 + 2) MB on each of 8 devices
-    assert not measuring.fit_together([program] * 6)
+    assert measuring.fit_together([program])  # (1 + 2) MB on each of 8 devices, 25 MB in all
+    assert not measuring.fit_together([program] * 2)
 
 
 # -- verdicts -------------------------------------------------------------------------------------------------------

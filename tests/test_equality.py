@@ -54,15 +54,17 @@ FALLBACKS = {
 A_LITTLE_MORE = {"weight_norm"}
 
 
-def examples(n: int) -> int:
+def examples(name: str, n: int) -> int:
     """A small batch that n replicas divide, the same for most n, so that they share a plain run.
 
     Small, because among very many activations one lies so near the kink of a relu that rounding tips it over: for
     `resnet` with 120 examples the float64 gradient itself jumps by 8e-2 when the images change by 1e-7, and the plain
-    float32 run is the one that falls on the wrong side. 48 and not 24: eight replicas can share a half of it. 40 for
-    one replica: with 48 it is the third step of `resnet` that tips over (1e-6 apart after two, 1e-2 after three).
+    float32 run is the one that falls on the wrong side. 48 and not 24: eight replicas can share a half of it. But not
+    for `resnet`: its third step tips over on some replica counts (1e-6 apart after two steps, 1e-2 after three).
     """
-    return 40 if n == 1 else 48 if 48 % n == 0 else 2 * n
+    if name == "resnet" and 40 % n == 0:
+        return 40
+    return 48 if 48 % n == 0 else 2 * n
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -71,6 +73,7 @@ def quick_to_compile():
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+    jax.clear_caches()  # other tests compare bit for bit: they want what is compiled as usual
 
 
 @functools.lru_cache(maxsize=4)
@@ -95,7 +98,7 @@ def replicas(n: int) -> Mesh:
 
 
 def check_equal(name: str, mesh: Mesh, **how) -> None:
-    batch = examples(mesh.size)
+    batch = examples(name, mesh.size)
     p = program(name, batch)
     step = shardstep.shard(p.step, mesh, batch_argnums=p.batch_argnums, batch_axis=p.batch_axis, **how)
     state, history = zoo.run(p, step)
@@ -139,7 +142,7 @@ class Planned:
 @pytest.fixture(scope="module", params=zoo.ZOO)
 def planned(request) -> Planned:
     """One program at a time: pytest runs all tests of one before it plans the next."""
-    p = program(request.param, examples(8))
+    p = program(request.param, examples(request.param, 8))
     named = shardstep.shard(p.step, replicas(8), batch_argnums=p.batch_argnums, batch_axis=p.batch_axis)
     found = shardstep.shard(p.step, replicas(8), batch_axis=p.batch_axis)
     return Planned(request.param, *(step.plan(*p.state, *p.batches[0]) for step in (named, found)))
