@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cell import KEEP_MEMORY
 from rich.console import Console
 from rich.table import Table
 from turns import Group, GroupError, Turn, free_port, groups
@@ -91,7 +92,6 @@ ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
 }
-KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_ARENA_MAX": "1"}  # as in cell.py
 
 
 def start(variant: Variant, processes: int, args: argparse.Namespace, scratch: Path) -> Group:

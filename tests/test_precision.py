@@ -238,3 +238,26 @@ def test_on_tpu_the_plan_compares_with_an_all_reduce_in_bfloat16(weights, mesh):
         gathered = size if weights == "sharded" else 4
         assert plan.wire_bytes.sharded == pytest.approx(7 / 8 * LAYERS * WEIGHT * (size + gathered) + scalar)
         assert plan.engine == "rewrite"
+
+
+@pytest.mark.parametrize(("stored", "reduced_for"), [(jnp.float32, "convert_element_type"), (jnp.bfloat16, "sub")])
+def test_a_whole_weight_is_no_term_of_a_sum(stored, reduced_for, mesh):
+    """Plain SGD, weights whole: what is summed over replicas is the gradient, as small as it was made.
+
+    Weight and update could be summed together, but in the weight's dtype, and next to it small updates round away.
+    """
+
+    def step(weight, x):
+        def loss(w):
+            return jnp.mean(jnp.tanh(x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32))
+
+        value, gradient = jax.value_and_grad(loss)(weight)
+        return weight - jnp.asarray(0.1, stored) * gradient, value
+
+    shapes = jax.ShapeDtypeStruct((256, 256), stored), jax.ShapeDtypeStruct((16, 256), jnp.float32)
+    options = Options(topology="v5e:2x4")
+    plan = shardstep.shard(step, mesh, batch_argnums=1, weights="replicated", options=options).plan(*shapes)
+    large = [c for c in plan.collectives if c.shape]
+    assert {(c.kind, c.dtype) for c in large} == {("all-reduce", "bfloat16")}
+    assert {c.purpose for c in large} == {reduced_for}
+    assert plan.wire_bytes.sharded <= plan.wire_bytes.replicated

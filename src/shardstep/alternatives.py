@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from . import engines
 from .api import Rewritten, ShardedStep
 from .layout import Varying
 
@@ -53,12 +54,7 @@ def annotated(sharded: ShardedStep, program: Rewritten, mesh: Mesh, specs: Seque
     """The step under `jax.jit`, its arguments laid out as given."""
     captured = program.captured
     shardings = [NamedSharding(mesh, spec) for spec in specs]
-    outputs: list[NamedSharding | None] = [None] * len(captured.program.outputs)
-    for i, o in captured.state.items():
-        outputs[o] = shardings[i]
-    return jax.jit(
-        flat(sharded, program), in_shardings=shardings, out_shardings=outputs, donate_argnums=tuple(captured.state)
-    )
+    return engines.annotated(sharded.step, captured, shardings, tuple(captured.state))
 
 
 def per_replica(sharded: ShardedStep, program: Rewritten, donate: bool = False) -> Any:

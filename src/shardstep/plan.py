@@ -36,7 +36,7 @@ from .layout import (
 )
 from .options import Options
 from .placement import split_layout, split_on
-from .precision import summed_as_made, travel_in
+from .precision import travel_in
 from .prediction import axis_times, update_time, wire_time
 from .program import Atom, Var
 from .propagate import Forward, schedule, whole
@@ -199,8 +199,6 @@ def decide(captured: Captured, replicas: Replicas, weights: str, options: Option
     roles = _roles(captured, unsharded)
     known = Situations()
     baseline = _baseline(captured, replicas.axes, known)
-    if replicas.topology.platform == "tpu":
-        baseline = summed_as_made(baseline)
     chosen, why = choose_weights(weights, options, replicas.topology.platform)
     small = _small_bytes(captured, roles, replicas, options)
     rested, reasons = _attempt(captured, replicas, roles, unsharded, chosen, small, options, known)
@@ -411,12 +409,12 @@ def choose_weights(weights: str, options: Options, platform: str) -> tuple[str, 
 
 
 # What "auto" means, by measurement.
-# GPU: benchmarks/gpu_replica.py, H200, bf16 compute. A 1.3B transformer, one replica of 8: 45.3 ms a step sharded, 44.2
-# replicated, but 5.0 GB sent against 7.1 and 2.0 GB of state against 6.6; of 64: 40.1 ms against 42.1. Six 8192x8192
-# weights: 1.21 ms against 1.68.
+# GPU: benchmarks/gpu_replica.py, H200, bf16 compute. A 1.3B transformer, one replica of 8: 45.5 ms a step sharded, 44.0
+# replicated, but 5.0 GB sent against 7.1 and 2.0 GB of state against 6.6; of 64: 41.5 ms against 42.9. Six 8192x8192
+# weights: 1.22 ms against 1.72.
 # TPU: the compiler's estimates for 4 weights of 2048x2048, thousand cycles: 416 sharded, 1152 replicated on v3:4x4; 132
 # and 125 on v5e:4x4; 159 and 346 on v5p:4x4x4; a fifth to a quarter of the memory.
-# CPU: benchmarks/suite.py, 4 weights of 1024x1024 on 8 devices: 58 ms sharded, 72 replicated. But simulated devices are
+# CPU: benchmarks/suite.py, 4 weights of 1024x1024 on 8 devices: 35 ms sharded, 43 replicated. But simulated devices are
 # there to try things out, and whole weights are what evaluation code expects to find.
 _AUTO = {
     "cpu": ("replicated", "on CPU: evaluation code finds whole weights on every replica"),

@@ -45,30 +45,6 @@ def travel_in(schedule: Schedule, reduce_dtype: Any, gather_dtype: Any, later: C
     return replace(schedule, steps=tuple(steps), transfers=transfers)
 
 
-def summed_as_made(schedule: Schedule) -> Schedule:
-    """The same schedule, with sums formed in the dtype in which their terms were made, in front of widening casts.
-
-    XLA's partitioner puts the all-reduce of a gradient right behind the product that makes it: in the program that TPU
-    users run today, bfloat16 gradients travel as bfloat16 (seen in libtpu's programs for a transformer).
-    """
-    made: dict[Atom, Any] = {}  # in which dtype the terms of each partial value were made
-    for step in schedule.steps:
-        terms = [made[a] for a in step.equation.inputs if a in made]
-        for var, layout in zip(step.equation.outputs, step.results, strict=True):
-            if any(isinstance(p, Partial) for p in layout):
-                own = var.array.dtype
-                widest = max(terms, default=own, key=lambda dtype: dtype.itemsize)
-                made[var] = widest if not step.bodies and widest.itemsize < own.itemsize else own
-
-    def dressed(t: Transfer) -> Transfer:
-        dtype = made.get(t.var, t.var.array.dtype)
-        narrow = jnp.issubdtype(dtype, jnp.floating) and dtype != t.var.array.dtype
-        return replace(t, dtype=dtype) if narrow and _is_gradient(t) else t
-
-    transfers = tuple(tuple(tuple(map(dressed, b)) for b in bundles) for bundles in schedule.transfers)
-    return replace(schedule, transfers=transfers)
-
-
 def _is_gradient(t: Transfer) -> bool:
     """A sum over replicas is formed of more than one number."""
     formed = any(
