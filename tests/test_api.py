@@ -655,6 +655,26 @@ def test_groups(group, mesh):
     assert len(moment.sharding.device_set) == 8
 
 
+@pytest.mark.parametrize(("group", "resting"), [(1, ()), (2, None), (4, ("chip",)), (8, (("host", "chip"),))])
+def test_groups_on_two_axes(group, resting):
+    """Groups that end where the user's axes do lie along those axes; others cut one of them."""
+    mesh = Mesh(np.asarray(jax.devices()).reshape(2, 4), ("host", "chip"))
+    sharded = agree(adam_step, adam_state(), lambda step, state, i: step(state, batch(i)), mesh=mesh, group=group)
+    moment = sharded(adam_state(), batch())[0][1][0].mu["w1"]
+    assert moment.addressable_shards[0].data.size == moment.size // group
+    assert resting is None or moment.sharding.is_equivalent_to(
+        NamedSharding(mesh, PartitionSpec(*resting)), moment.ndim
+    )
+
+
+def test_a_group_on_axes_that_stand_apart():
+    mesh = Mesh(np.asarray(jax.devices()).reshape(2, 2, 2), ("host", "model", "chip"))
+    how = dict(mesh=mesh, axis=("host", "chip"), group=2)
+    sharded = agree(adam_step, adam_state(), lambda step, state, i: step(state, batch(i)), **how)
+    moment = sharded(adam_state(), batch())[0][1][0].mu["w1"]
+    assert moment.sharding.is_equivalent_to(NamedSharding(mesh, PartitionSpec("chip")), moment.ndim)
+
+
 # -- donation ---------------------------------------------------------------------------------------------------------
 
 

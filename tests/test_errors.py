@@ -188,8 +188,11 @@ def test_a_group_that_does_not_divide(group, mesh):
 
 def test_groups_on_several_axes():
     mesh = Mesh(np.asarray(jax.devices()).reshape(2, 4), ("host", "chip"))
-    with refused(r"group= needs one data axis"):
-        shardstep.shard(adam_step, mesh, group=2)
+    with refused(r"group=3 does not divide the 8 replicas of axes 'host', 'chip'"):
+        shardstep.shard(adam_step, mesh, group=3)
+    apart = jax.make_mesh((2, 2, 2), ("a", "model", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    with refused(r"group=1 would cut one of axes 'a', 'b'.*Give the size of the inner ones \(2, say\)"):
+        shardstep.shard(adam_step, apart, axis=("a", "b"), group=1)
 
 
 # -- per-replica steps ------------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ class Backward:
         self.homes: dict[Atom, Forms] = dict(zip(first.program.inputs, map(self.home, first.inputs), strict=True))
         self.homes.update(zip(first.program.inputs, map(self.home, seen), strict=False))
         rulings = {step.ruling for step in first.steps}
-        homes = {ruling: tuple(map(self.home, ruling.results)) for ruling in rulings}
+        homes = {ruling: tuple(map(self.home, ruling.seen)) for ruling in rulings}
         for step in first.steps:
             self.homes.update(zip(step.equation.outputs, homes[step.ruling], strict=True))
         self.program = first.program

@@ -202,10 +202,11 @@ def decide(captured: Captured, replicas: Replicas, weights: str, options: Option
     chosen, why = choose_weights(weights, options, replicas.topology.platform)
     small = _small_bytes(captured, roles, replicas, options)
     rested, reasons = _attempt(captured, replicas, roles, unsharded, chosen, small, options, known)
-    if weights == "auto" and chosen == "sharded" and engines.sent(rested) > engines.ENOUGH * engines.sent(baseline):
-        other, others = _attempt(captured, replicas, roles, unsharded, "replicated", small, options, known)
-        if engines.sent(other) < engines.sent(rested) and options.gather_dtype is None:
-            rested, reasons, chosen, why = other, others, "replicated", "to gather them in the step would send more"
+    if weights == "auto" and options.gather_dtype is None and _is_doubtful(chosen, rested, baseline):
+        instead, because, margin = _INSTEAD[chosen]
+        other, others = _attempt(captured, replicas, roles, unsharded, instead, small, options, known)
+        if engines.sent(other) < margin * engines.sent(rested):
+            rested, reasons, chosen, why = other, others, instead, because
     return _with_engine(captured, replicas, roles, small, options, baseline, rested, reasons, chosen, why)
 
 
@@ -406,6 +407,20 @@ def choose_weights(weights: str, options: Options, platform: str) -> tuple[str, 
             )
         return "sharded", f"gather_dtype={options.gather_dtype.name}: they rest as they are and are rounded on the way"
     return _AUTO[platform] if weights == "auto" else (weights, "as asked")
+
+
+def _is_doubtful(weights: str, rested: Schedule, baseline: Schedule) -> bool:
+    """Might weights that rest otherwise send less?"""
+    if weights == "sharded":
+        return engines.sent(rested) > engines.ENOUGH * engines.sent(baseline)
+    return any(step.ruling.visits for step in rested.steps)
+
+
+# What "auto" takes instead, why, and how much less that must send.
+_INSTEAD = {
+    "sharded": ("replicated", "to gather them in the step would send more", 1.0),
+    "replicated": ("sharded", "a table of which the examples read few rows then never moves", 0.5),
+}
 
 
 # What "auto" means, by measurement.

@@ -87,6 +87,7 @@ class Forward:
         self.wanted = nothing_wanted(program, len(axes), known) if wanted is None else wanted
         self.draws = draws  # split random numbers that are drawn one row per example
         self.examples: dict[int, Layout] = {}  # how many examples the batch has, and how they are split
+        self.inside = False  # is this the body of a loop or branch?
         self.shares = False  # does any state rest split? If not, this is the replicated program: it all-reduces
         self.forms: dict[Atom, Forms] = {}
         self.moved: list[Bundle] = []  # in front of the step that is being decided
@@ -97,6 +98,7 @@ class Forward:
     def run(
         self, inputs: Sequence[Layout], outputs: Sequence[Layout | None], raw: bool, seen: Sequence[Layout] = ()
     ) -> Schedule:
+        self.inside = raw
         self.enter(inputs, seen)
         steps: list[Step] = []
         transfers: list[tuple[Bundle, ...]] = []
@@ -179,7 +181,7 @@ class Forward:
         """Equal for equations that are decided alike: all that `outcome` looks at."""
         drawn = tuple(map(self.examples_of, equation.outputs)) if equation.primitive is _DRAW else None
         operands, results = map(self.forms.get, equation.inputs), map(self.wanted.get, equation.outputs)
-        return (equation.kind, self.shares, drawn, *operands, *results)
+        return (equation.kind, self.shares, self.inside, drawn, *operands, *results)
 
     def outcome(self, equation: Equation) -> Outcome:
         """Decide an equation, and what that means for the values it reads and writes."""
@@ -192,7 +194,8 @@ class Forward:
                 forms[atom] = self.known.added(forms[atom], layout)
                 conversions.append(Conversion(i, source, layout, forms[atom]))
         results = tuple(
-            self.known.forms((r,), (r,), self.wanted[v]) for v, r in zip(equation.outputs, ruling.results, strict=True)
+            self.known.forms((seen, made), (made,), self.wanted[v])
+            for v, seen, made in zip(equation.outputs, ruling.seen, ruling.results, strict=True)
         )
         return Outcome(ruling, tuple(conversions), results, any(is_batch(p) for f in forms.values() for p in f.home))
 
@@ -228,6 +231,8 @@ class Forward:
             apart=all(d.apart for d in per_axis),
             fill=_fills([d.fill for d in per_axis if d.fill]),
             gathered=len(self.fallbacks) > fallbacks,
+            visits=any(d.visits for d in per_axis),
+            homes=tuple(zip(*(d.homes or d.results for d in per_axis), strict=True)),
         )
 
     def choose(self, site: Site, equation: Equation, k: int) -> Decision:
@@ -243,7 +248,7 @@ class Forward:
             """Do the examples give way to split state? (An embedding split by features would gather all tokens.)"""
             pairs = [(home[0], target) for home, target in zip(held, decision.operands, strict=True)]
             gives_way = any(is_batch(home) and not is_batch(target) for home, target in pairs)
-            return gives_way and any(isinstance(t, Split) and not is_batch(t) for _, t in pairs)
+            return gives_way and not decision.visits and any(isinstance(t, Split) and not is_batch(t) for _, t in pairs)
 
         def score(decision: Decision) -> tuple[bool, float, float]:
             targets = dict.fromkeys(zip(same, decision.operands, strict=True))
@@ -253,9 +258,15 @@ class Forward:
             )
             return yields(decision), moved, work(site, decision)
 
+        def in_vain(decision: Decision) -> bool:
+            """A loop gathers a table once for all iterations; a sum is reduced for the sake of its other terms too."""
+            return decision.visits and (self.inside or any(demand.terms > 1 for demand in demands))
+
         best, best_score = None, (True, math.inf, math.inf)
         for placements in combinations(options):
             for decision in offers(site, placements):
+                if in_vain(decision):
+                    continue
                 if (found := score(decision)) < best_score and math.isfinite(found[1]):
                     best, best_score = decision, found
         if best is None:

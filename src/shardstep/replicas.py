@@ -68,11 +68,11 @@ class Replicas:
         names = _data_axes(mesh, axis)
         size = math.prod(mesh.shape[n] for n in names)
         if group is not None and group != size:
-            _check_group(names, size, group)
+            _check_group(mesh, names, size, group)
         columns = _columns(mesh, names)
         found = _arranged(columns) if machine is None else _as_named(machine, size)
         rings = _named(found, names, mesh)
-        chosen = _by_cost(rings, columns[0]) if group is None else _grouped(rings, group)
+        chosen = _by_cost(rings, columns[0], mesh) if group is None else _grouped(rings, group, mesh)
         devices, axis_names = _devices(mesh, names, found, chosen.rings)
         first = columns[0][0]
         platform = first.platform if machine is None else topology.describe(machine).platform
@@ -121,11 +121,15 @@ def _data_axes(mesh: Mesh, axis: str | Sequence[str] | None) -> tuple[str, ...]:
     return tuple(n for n in mesh.axis_names if n in names)
 
 
-def _check_group(names: tuple[str, ...], size: int, group: int) -> None:
-    if len(names) != 1:
-        raise ShardstepError("group= needs one data axis; on a mesh with several, name the inner one with axis=")
+def _check_group(mesh: Mesh, names: tuple[str, ...], size: int, group: int) -> None:
+    of = f"{'axis' if len(names) == 1 else 'axes'} {', '.join(map(repr, names))}"
     if group < 1 or size % group:
-        raise ShardstepError(f"group={group} does not divide the {size} replicas of axis {names[0]!r}")
+        raise ShardstepError(f"group={group} does not divide the {size} replicas of {of}")
+    if not _adjacent(mesh, names) and not _border(names, group, mesh):
+        raise ShardstepError(
+            f"group={group} would cut one of {of}, which do not stand side by side in the mesh. Give the size of the"
+            f" inner ones ({mesh.shape[names[-1]]}, say), or a mesh in which they do."
+        )
 
 
 # -- rings of the mesh --------------------------------------------------------------------------------------------
@@ -188,7 +192,7 @@ def _devices(
 # -- groups -------------------------------------------------------------------------------------------------------
 
 
-def _grouped(rings: tuple[_NamedRing, ...], group: int) -> _Chosen:
+def _grouped(rings: tuple[_NamedRing, ...], group: int, mesh: Mesh) -> _Chosen:
     """State is shared by the innermost rings that hold `group` replicas; a ring may be cut in two for that."""
     if math.prod(r.ring.size for r in rings) == group:
         return _Chosen(rings, (True,) * len(rings), "as asked: all replicas")
@@ -200,7 +204,7 @@ def _grouped(rings: tuple[_NamedRing, ...], group: int) -> _Chosen:
             inner.insert(0, ring)
             left //= ring.ring.size
         elif ring.ring.size % left == 0:
-            between, within = _cut(ring, left)
+            between, within = _cut(ring, left, mesh)
             return _Chosen(
                 (*rings[:k], between, within, *inner),
                 (False,) * (k + 1) + (True,) * (1 + len(inner)),
@@ -209,15 +213,26 @@ def _grouped(rings: tuple[_NamedRing, ...], group: int) -> _Chosen:
         else:
             break
     whole = _NamedRing((rings[0].names[0],), _joined([r.ring for r in rings]))  # the group fits no ring: forget them
-    return _grouped((whole,), group)
+    return _grouped((whole,), group, mesh)
 
 
-def _cut(ring: _NamedRing, group: int) -> tuple[_NamedRing, _NamedRing]:
+def _border(names: tuple[str, ...], group: int, mesh: Mesh | None) -> int:
+    """How many of the user's axes, outermost first, lie between the groups, if the groups end where axes do; else 0."""
+    if mesh is None or not set(names) <= set(mesh.axis_names):
+        return 0
+    inside = (math.prod(mesh.shape[n] for n in names[k:]) for k in range(1, len(names)))
+    return next((k for k, size in enumerate(inside, 1) if size == group), 0)
+
+
+def _cut(ring: _NamedRing, group: int, mesh: Mesh | None) -> tuple[_NamedRing, _NamedRing]:
     """The replicas of one ring as groups: hosts stay whole where the group allows it."""
-    name, whole = "_".join(ring.names), ring.ring
+    whole = ring.ring
     per_host = max(whole.size // whole.hosts, 1)
     outer = replace(whole, size=whole.size // group, closed=False, hosts=min(whole.hosts, whole.size // group))
     inner = replace(whole, size=group, closed=False, hosts=max(group // per_host, 1))
+    if k := _border(ring.names, group, mesh):
+        return _NamedRing(ring.names[:k], outer), _NamedRing(ring.names[k:], inner)
+    name = "_".join(ring.names)
     return _NamedRing((f"{name}_groups",), outer), _NamedRing((f"{name}_group",), inner)
 
 
@@ -235,18 +250,19 @@ class Group(NamedTuple):
 
 def choose_group(found: Arrangement, devices: Sequence[Any]) -> Group:
     """The rings that share one copy of the state when the user does not say."""
-    chosen = _by_cost(tuple(_NamedRing((name,), r) for name, r in zip(found.names, found.rings, strict=True)), devices)
+    rings = tuple(_NamedRing((name,), r) for name, r in zip(found.names, found.rings, strict=True))
+    chosen = _by_cost(rings, devices, None)
     return Group(tuple(r.ring for r in chosen.rings), chosen.shared, chosen.why)
 
 
-def _by_cost(rings: tuple[_NamedRing, ...], devices: Sequence[Any]) -> _Chosen:
+def _by_cost(rings: tuple[_NamedRing, ...], devices: Sequence[Any], mesh: Mesh | None) -> _Chosen:
     """State is shared by as many replicas as possible: memory first. Only where slow links between hosts make that
     more than a tenth slower than sharing within a host does the group stay inside.
     """
     everyone = math.prod(r.ring.size for r in rings)
     candidates = [_Chosen(rings, (True,) * len(rings), "")]
     if rings[0].ring.hosts > 1:
-        candidates += _inside_hosts(rings, devices)
+        candidates += _inside_hosts(rings, devices, mesh)
     if len(candidates) == 1:
         return candidates[0]._replace(why=f"all {everyone} replicas: fast links between all of them")
     times = [_time(c) for c in candidates]
@@ -255,13 +271,13 @@ def _by_cost(rings: tuple[_NamedRing, ...], devices: Sequence[Any]) -> _Chosen:
     return candidates[k]._replace(why=f"predicted for 25 MB of gradients: {listed}")
 
 
-def _inside_hosts(rings: tuple[_NamedRing, ...], devices: Sequence[Any]) -> list[_Chosen]:
+def _inside_hosts(rings: tuple[_NamedRing, ...], devices: Sequence[Any], mesh: Mesh | None) -> list[_Chosen]:
     if len(rings) > 1:  # slices of a TPU: the outermost ring is the network
         return [_Chosen(rings, (False,) + (True,) * (len(rings) - 1), "")]
     hosts = rings[0].ring.hosts
     if len(devices) % hosts or not topology.host_by_host(devices):
         return []
-    between, within = _cut(rings[0], len(devices) // hosts)
+    between, within = _cut(rings[0], len(devices) // hosts, mesh)
     return [_Chosen((between, within), (True, True), ""), _Chosen((between, within), (False, True), "")]
 
 

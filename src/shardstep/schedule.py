@@ -123,10 +123,17 @@ class Ruling:
     apart: bool = False  # each result depends on its own operand alone
     gathered: bool = False  # no rule could keep its operands as they were
     fill: tuple[str | None, ...] = ()  # what the padding of each operand is filled for, see `Decision`
+    visits: bool = False  # do examples give way to split state, see `Decision`?
+    homes: tuple[Layout, ...] = ()  # in which readers see the results, where that is not how they come
+
+    @property
+    def seen(self) -> tuple[Layout, ...]:
+        """The layouts in which readers see the results first."""
+        return self.homes or self.results
 
     @functools.cached_property
     def over_examples(self) -> bool:
-        return any(is_batch(p) for layout in self.operands + self.results for p in layout)
+        return any(is_batch(p) for layout in self.operands + self.seen for p in layout)
 
     @functools.cached_property
     def elements_made(self) -> int:

@@ -89,6 +89,8 @@ class Decision:
     replaces binding the primitive where a local block needs to know its place in the whole. `fill` names, for each
     operand, the reduction that mixes the elements of a padded dimension: the padding is then overwritten with what
     leaves that reduction unchanged (0 for a sum). Without it, padding passes through and means nothing.
+
+    Where examples `visit` split state, what they come back with goes to their `homes` when somebody reads it.
     """
 
     operands: tuple[Placement, ...]
@@ -97,6 +99,8 @@ class Decision:
     emit: Emit | None = None
     apart: bool = False  # each result depends on its own operand alone, so they may lie differently
     fill: tuple[str | None, ...] = ()
+    visits: bool = False  # examples give way to split state, and no work is repeated for it (see `indexing.py`)
+    homes: tuple[Placement, ...] = ()  # in which readers see the results, where that is not how they come
 
 
 Rule = Callable[[Site, tuple[Placement, ...]], Decision | Sequence[Decision] | None]

@@ -19,12 +19,18 @@ replicas share the work by ownership: each index belongs to the one replica whos
     gather  from a split dimension  ->  partial     the owner reads the row, the others hold zero
     scatter into a split dimension  ->  split       the owner writes the row, the others drop it
 
+Examples point into state, an embedding table say. As a rule the state is gathered for them. But where all the rows they
+point at are fewer than one replica's block of the table has, the indices go to the table instead: every replica serves
+all of them, by row or by feature, as it is split. What it read goes back to the examples, what it is to add comes from
+them, and the table itself never moves.
+
 For indices that every replica knows, gather is linear in its operand, scatter-add in operand and updates together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, TypeGuard
 
 import jax
@@ -33,6 +39,7 @@ import numpy as np
 from jax import lax
 
 from .. import compat
+from ..layout import Array, is_batch
 from .core import (
     PARTIAL,
     REPLICATED,
@@ -139,8 +146,12 @@ def gather(site: Site, placements: tuple[Placement, ...]) -> Offers:
     if _has_split(placements):
         windows, lookups = _gather_loops(site)
         offers = [Decision((a, b), (r,)) for a, b, r in (_along(*at) for at in _split_loops(lookups, placements))]
-        offers += [_window(site, loop, split) for loop, split in _split_loops(windows, placements)]
-        return (offers + _owned_rows(site, placements)) or None
+        by_state = [_window(site, loop, split) for loop, split in _split_loops(windows, placements)]
+        by_state += _owned_rows(site, placements)
+        homes = [_along(*at)[-1] for at in _split_loops(lookups, placements) if at[1].batch]
+        if homes and not is_batch(placements[0]) and _are_few(site, site.outputs[0]):
+            by_state = [replace(d, visits=True, homes=(homes[0],)) for d in by_state]
+        return (offers + by_state) or None
     operand, result = placements[0], site.outputs[0]
     # a partial of which many copies are taken is reduced first, while it is small
     if isinstance(operand, Partial) and _fill_is_a_term(site, operand) and result.size <= site.inputs[0].size:
@@ -159,20 +170,25 @@ def _owned_rows(site: Site, placements: tuple[Placement, ...]) -> list[Decision]
     split, dims = placements[0], site.dimension_numbers
     if not _is_pointed_into(split, dims.collapsed_slice_dims, dims.start_index_map):
         return []
-    if not jnp.issubdtype(site.inputs[0].dtype, np.number) or _meets_batch(split, placements[1:]):
+    if not jnp.issubdtype(site.inputs[0].dtype, np.number):
+        return []
+    if _meets_batch(split, placements[1:]) and not _are_few(site, site.outputs[0]):
         return []
     return [Decision((split, REPLICATED), (PARTIAL,), emit=_gather_owned)]
 
 
+def _are_few(site: Site, rows: Array) -> bool:
+    """May every replica look at all rows that are read or written? They are no more than its own block of the table."""
+    return rows.size * site.n <= site.inputs[0].size
+
+
 def _is_pointed_into(split: Placement | None, single: Sequence[int], indexed: Sequence[int]) -> TypeGuard[Split]:
     """Is this a split into blocks of a dimension that indices address element by element?"""
-    if not isinstance(split, Split) or split.outer > 1 or split.extent:  # padding would own indices of its own
-        return False
-    return split.dim in single and split.dim in indexed
+    return isinstance(split, Split) and split.outer == 1 and split.dim in single and split.dim in indexed
 
 
 def _meets_batch(split: Split, others: Sequence[Placement]) -> bool:
-    """Gathering the batch for the sake of a split of the state would be the wrong way round."""
+    """Gathering many examples for the sake of a split of the state would be the wrong way round."""
     return not split.batch and any(isinstance(p, Split) and p.batch for p in others)
 
 
@@ -217,8 +233,8 @@ class _Pointers:
         return jnp.clip(indices, 0, jnp.asarray(self.last, indices.dtype))
 
     def within_block(self, indices: jax.Array) -> jax.Array:
-        """Counted from the block's first element; what another replica owns falls outside."""
-        return indices - self._stack(indices)
+        """Counted from the block's first element; what another replica owns falls outside, and so does padding."""
+        return jnp.where(indices > jnp.asarray(self.last, indices.dtype), -1, indices - self._stack(indices))
 
     def is_first(self) -> jax.Array:
         return jnp.all(self._stack(jnp.zeros((), np.int32)) == 0)
@@ -283,15 +299,19 @@ def _terms(term: Partial, lookups: Sequence[Loop], placements: tuple[Placement, 
 
 
 def _owned_updates(site: Site, placements: tuple[Placement, ...], write: Callable[..., jax.Array]) -> list[Decision]:
-    """The operand is split, or its readers want it so, along a dimension that indices point into."""
+    """The operand is split, or its readers want it so: who owns a part of it writes the updates that belong there."""
     held, dims = placements[0], site.dimension_numbers
     split = held if isinstance(held, Split) else site.wants[0] if site.wants else None
-    if not _is_pointed_into(split, dims.inserted_window_dims, dims.scatter_dims_to_operand_dims):
-        return []
     custom = write is lax.scatter and site.update_jaxpr is not None  # x.at[i].apply(f)
-    if custom or not site.divides(0, split) or (split is not held and _meets_batch(split, placements)):
+    if split is None or custom or not site.divides(0, split):
         return []
-    return [Decision((split, REPLICATED, REPLICATED), (split,), emit=_scatter_owned(write))]
+    visits = split is not held and _meets_batch(split, placements)
+    if visits and not _are_few(site, site.inputs[2]):
+        return []
+    if _is_pointed_into(split, dims.inserted_window_dims, dims.scatter_dims_to_operand_dims):
+        return [Decision((split, REPLICATED, REPLICATED), (split,), emit=_scatter_owned(write), visits=visits)]
+    windows = [_along(loop, split) for loop in _scatter_loops(site)[0] if visits and loop[0] == split.dim]
+    return [Decision(tuple(operands), (result,), visits=True) for *operands, result in windows]
 
 
 def _scatter_owned(write: Callable[..., jax.Array]) -> Emit:
