@@ -49,7 +49,7 @@ def simulate(devices: int) -> Any:
 def measure(workload: str, optimizer: str, mesh: Any, steps: int, variants: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Its rows. Behind each step time stands what is left of it without the forward and backward pass."""
     import jax
-    from variants import FORWARD_BACKWARD, VARIANTS, forward_backward, variants_for
+    from variants import FORWARD_BACKWARD, VARIANTS, default_of, forward_backward, variants_for
     from workloads import WORKLOADS
 
     from shardstep.measuring import measure, rows
@@ -62,8 +62,11 @@ def measure(workload: str, optimizer: str, mesh: Any, steps: int, variants: Sequ
     found = {m.contender: m for m in measure(contenders, steps, say=say)}
     compute = found.pop(FORWARD_BACKWARD).step.median
     made = rows(list(found.values()), workload, optimizer, mesh.size, parameters=chosen.parameters)
-    shares = ({"forward_backward_ms": round(compute, 4), "update_share": 1 - compute / r["step_ms"]} for r in made)
-    return [{**row, **share} for row, share in zip(made, shares, strict=True)]
+    default = default_of(chosen, mesh)
+    for row in made:
+        row |= {"forward_backward_ms": round(compute, 4), "update_share": 1 - compute / row["step_ms"]}
+        row["default"] = row["variant"] == default
+    return made
 
 
 def main() -> None:

@@ -228,6 +228,12 @@ def sharded(name: str, weights: str) -> Variant:
     return make
 
 
+def default_of(workload: Workload, mesh: Mesh) -> str:
+    """The variant that a user gets who asks for nothing."""
+    plan = shardstep.shard(workload.step, mesh).plan(jax.eval_shape(workload.init), workload.batch)
+    return {"replicated": "shardstep", "sharded": "shardstep-sharded"}[plan.weights]
+
+
 VARIANTS: dict[str, Variant] = {
     "replicated": annotated("replicated", weights=False, moments=False),
     "shard_map": data_parallel,

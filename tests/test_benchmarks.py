@@ -60,6 +60,7 @@ def test_every_variant_trains_the_same_and_fills_the_schema(mesh, monkeypatch):
     assert by_name["replicated"]["arg_bytes"] - by_name["expert"]["arg_bytes"] == 2 * 2 * weight * 7 // 8
     assert by_name["expert"]["arg_bytes"] - by_name["expert-sharded"]["arg_bytes"] == 2 * weight * 7 // 8
     assert by_name["expert"]["collectives"]["reduce-scatter"] == 2
+    assert [row["variant"] for row in rows if row["default"]] == ["shardstep"]
 
 
 @pytest.mark.parametrize("optimizer", [name for name, o in OPTIMIZERS.items() if o.on_shards is not None])
@@ -207,6 +208,13 @@ def test_goals_are_met_where_the_figures_say_so(results):
 def test_each_goal_can_be_missed(results, changed, share, missed):
     found = goals.judge(results(rows_of("m", "adam", share, **{**FAST, **changed})))
     assert [goal.name for goal in found if goal.missed] == [missed]
+
+
+def test_what_auto_chooses_is_what_counts(results):
+    rows = rows_of("m", "adam", 0.9, **{**FAST, "shardstep": 500.0})
+    assert goals.judge(results(rows))[0].missed
+    rows[-1]["default"] = True
+    assert rows[-1]["variant"] == "shardstep-sharded" and not goals.judge(results(rows))[0].missed
 
 
 def test_update_bound_is_what_sharding_could_make_three_times_as_fast():
