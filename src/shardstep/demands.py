@@ -20,6 +20,18 @@ def nothing_wanted(program: Program, count: int, known: Situations) -> dict[Atom
     return {atom: several if uses > 1 else one for atom, uses in program.uses.items()}
 
 
+def due_at_the_end(
+    program: Program, outputs: Sequence[Layout | None], count: int, known: Situations
+) -> dict[Atom, Wanted]:
+    """The same, if no reader was asked yet but it is known how the values leave."""
+    wanted = nothing_wanted(program, count, known)
+    for atom, layout in zip(program.outputs, outputs, strict=True):
+        if layout is not None and not isinstance(atom, Literal):
+            due = tuple(Demand(due=True) if isinstance(p, Replicated) else NOTHING for p in layout)
+            wanted[atom] = known.both(wanted[atom], known.wanted(due))
+    return wanted
+
+
 def wanted_of(
     first: Schedule,
     outputs: Sequence[Layout | None],
@@ -46,7 +58,7 @@ def demand_for(placement: Placement) -> Demand:
         case Split():
             return Demand((placement,))
         case Replicated():
-            return Demand(full=True)
+            return Demand(full=True, due=True)
     return NOTHING
 
 
@@ -124,6 +136,7 @@ class Backward:
                 yield i, Demand(full=True)
         if meets_batch:
             return
+        summed_up = self.answer(equation, k, condensed)
         summed = sum(isinstance(h, Partial) for h in homes) if isinstance(step.results[0][k], Partial) else 1
         for r, demand in enumerate(self.wanted[v].demands[k] for v in equation.outputs):
             terms = demand.terms * max(summed, 1)
@@ -135,8 +148,9 @@ class Backward:
             full = demand.full and not isinstance(step.results[r][k], Split)  # a split result is gathered as it is
             if full or demand.any:
                 for i in self.answer(equation, k, carried, r):
-                    yield i, Demand(full=full, any=demand.any, terms=terms)
-        for i in self.answer(equation, k, condensed):
+                    # of the sums of rows, little is to be gathered: nobody has to hold the rows whole for that
+                    yield i, Demand(full=full and i not in summed_up, any=demand.any, terms=terms)
+        for i in summed_up:
             yield i, Demand(any=True)
 
     def answer(self, equation: Equation, k: int, question: Callable[..., Any], *about: Any) -> Any:

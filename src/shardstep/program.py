@@ -103,6 +103,7 @@ class Program:
 
 _P = compat.primitive
 _CAST, _CONSTRAINT, _REMAT = _P("convert_element_type"), _P("sharding_constraint"), _P("remat")
+_SOLVE = _P("linear_solve")  # JAX prints it as custom_linear_solve
 
 # Calls that are inlined, with the parameter that holds what they call.
 _CALLS: dict[Any, str] = {
@@ -174,6 +175,8 @@ class _Builder:
             outputs: Sequence[Atom]
             if eqn.primitive in _CALLS:
                 outputs = self._call(eqn, inputs, sources)
+            elif eqn.primitive is _SOLVE:
+                outputs = self._solve(eqn, inputs, sources)
             elif eqn.primitive is _CAST and inputs[0].array.dtype == eqn.outvars[0].aval.dtype:
                 outputs = inputs  # only a weak type was dropped
             elif eqn.primitive in _REDUCTIONS and not any(isinstance(a, str) for a in eqn.params["axes"]):
@@ -192,6 +195,17 @@ class _Builder:
             self.equations.append(Equation(barrier, {}, tuple(inputs), outputs, sources))
             inputs = list(outputs)
         return self.inline(callee, constants, inputs, sources)
+
+    def _solve(self, eqn: Any, inputs: list[Atom], sources: tuple[Any, ...]) -> Sequence[Atom]:
+        """A linear solver (`jnp.linalg.solve`, conjugate gradients) runs as its user's `solve(*its constants, *b)`.
+
+        What else it holds, the products and the transposed solver, is for derivatives, and those are taken by now.
+        """
+        counts = eqn.params["const_lengths"]
+        before = counts.matvec + counts.vecmat
+        arguments = [*inputs[before : before + counts.solve], *inputs[sum(counts) :]]
+        solver, constants = compat.open_jaxpr(eqn.params["jaxprs"].solve)
+        return self.inline(solver, constants, arguments, sources)
 
     def _reduced(self, eqn: Any, x: Atom, sources: tuple[Any, ...]) -> Atom:
         """A collective over an axis that vmap named: it reduces dimensions of the value, or nothing."""

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from . import compat
 from .collectives import cost, layout_cost
-from .demands import nothing_wanted, wanted_of
+from .demands import due_at_the_end, nothing_wanted, wanted_of
 from .layout import (
     PARTIAL,
     REPLICATED,
@@ -60,7 +60,8 @@ def schedule(
     loop body want of its results.
     """
     known = Situations() if known is None else known
-    first = Forward(program, axes, known).run(inputs, outputs, raw, seen)
+    due = due_at_the_end(program, outputs, len(axes), known)
+    first = Forward(program, axes, known, due).run(inputs, outputs, raw, seen)
     wanted = wanted_of(first, outputs, outside, seen, known, schedule)
     final = Forward(program, axes, known, wanted).run(inputs, outputs, raw, seen)
     return replace(final, demands=tuple(wanted[v].demands for v in program.inputs))
@@ -294,7 +295,15 @@ class Forward:
     def held(self, atom: Atom, k: int) -> list[Placement]:
         if isinstance(atom, Literal):
             return [REPLICATED]
-        return list(dict.fromkeys(f[k] for f in self.forms[atom].living))
+        found = list(dict.fromkeys(f[k] for f in self.forms[atom].living))
+        if self.due(atom, k) and REPLICATED not in found:
+            found.append(REPLICATED)
+        return found
+
+    def due(self, atom: Atom, k: int) -> bool:
+        """Will this block of state be gathered in any case? A new weight that another network follows, say."""
+        home = self.home(atom)[k]
+        return isinstance(home, Split) and not home.batch and self.demand(atom, k).due
 
     def options(self, atom: Atom, k: int) -> list[Placement]:
         """The placements in which an operand may be offered to a rule: as it is held, or as its readers want it."""

@@ -18,19 +18,22 @@ class Demand:
     """What the readers of a value want of it along one axis.
 
     Some want a certain split, some want it whole, some take any split (`any`: a sum does). `terms` counts the partial
-    values that are added up before they are read: they share one reduction.
+    values that are added up before they are read: they share one reduction. What is `due` leaves the program whole: it
+    will be gathered whoever reads it, so that readers may have it whole for nothing.
     """
 
     splits: tuple[Split, ...] = ()
     full: bool = False
     any: bool = False
     terms: int = 1
+    due: bool = False
 
     def __or__(self, other: Demand) -> Demand:
         if other is NOTHING or self is NOTHING:
             return self if other is NOTHING else other
         splits = tuple(dict.fromkeys(self.splits + other.splits))
-        return Demand(splits, self.full or other.full, self.any or other.any, min(self.terms, other.terms))
+        terms, due = min(self.terms, other.terms), self.due or other.due
+        return Demand(splits, self.full or other.full, self.any or other.any, terms, due)
 
     def future(self, placement: Placement, array: Array, axis: Axis) -> float:
         """Bytes that a value in this placement will still have to move to please its readers.

@@ -326,7 +326,7 @@ def entry(forward: Forward, atom: Atom) -> Layout:
         if isinstance(placement, Replicated | Partial) and wants and isinstance(atom, Var):
             split = put(layout, k, wants)
             layout = split if fits(atom.array.shape, split, forward.axes) else layout
-        elif isinstance(placement, Partial) and demand.full:
+        elif (isinstance(placement, Partial) and demand.full) or forward.due(atom, k):
             layout = put(layout, k, REPLICATED)
     return layout
 
@@ -358,7 +358,8 @@ def _shift_demand(demand: Demand, by: int) -> Demand:
 
 
 def _outside(forward: Forward, var: Var) -> tuple[Demand, ...]:
-    return tuple(forward.demand(var, k) for k in range(len(forward.axes)))
+    """What is wanted of a result behind the body. Whatever is due there is not due inside."""
+    return tuple(replace(forward.demand(var, k), due=False) for k in range(len(forward.axes)))
 
 
 def emit(step: Step, arrays: Sequence[Any], run: Any) -> list[Any]:
