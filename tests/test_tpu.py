@@ -68,8 +68,8 @@ def compiled(machine, weights):
         "copies": len(re.findall(r"= f32\\[\\d+,\\d+\\]\\S* copy\\(", text)),
     }
 
-asked = [("v3:2x2", "sharded"), ("v5e:4x4", "replicated"), ("v5e:4x4", "sharded"), ("v5p:2x2x2", "sharded"),
-         ("v6e:2x4", "sharded")]
+asked = [("v3:2x2", "replicated"), ("v3:2x2", "sharded"), ("v5e:4x4", "replicated"), ("v5e:4x4", "sharded"),
+         ("v5p:2x2x2", "sharded"), ("v6e:2x4", "sharded")]
 print("RESULT" + json.dumps({f"{machine} {weights}": compiled(machine, weights) for machine, weights in asked}))
 """
 
@@ -94,6 +94,7 @@ def programs():
 
 
 RINGS = {
+    "v3:2x2 replicated": [2, 4],
     "v3:2x2 sharded": [2, 4],
     "v5e:4x4 replicated": [4, 4],
     "v5e:4x4 sharded": [4, 4],
@@ -124,6 +125,11 @@ def test_sharded_weights_are_gathered_in_bfloat16(programs, name):
 def test_state_is_not_transposed(programs):
     """Left alone, the compiler transposes all state on v6e to match a transposed gradient."""
     assert programs["v6e:2x4 sharded"]["copies"] == 0
+
+
+def test_gathered_weights_are_written_in_place(programs):
+    """Left alone, the compiler copies donated weights out of their buffers, and the gathered ones into them."""
+    assert programs["v3:2x2 replicated"]["copies"] == 0
 
 
 @pytest.mark.parametrize("name", ["v5e:4x4 replicated", "v5e:4x4 sharded"])

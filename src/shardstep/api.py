@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from . import engines, interpreter, meshes, processes, shardings
+from . import engines, in_place, interpreter, meshes, processes, shardings
 from .arguments import Call, Signature, as_tuple, shape_of
 from .batch import Batch
 from .capture import Captured, capture, refuse, uses_axis
@@ -247,9 +248,14 @@ class Rewritten:
             self._run = engines.annotated(step, captured, [rest.sharding for rest in self.rests], self.donated)
             return
         self.constant_values = [value for _, value in captured.program.constants]
+        gathered: frozenset[int] = frozenset()
+        if self.donated and axes[0].tiled:
+            gathered = in_place.gathered_outputs(decided.schedule, replicas.topology.chip.near)
         self._run = jax.jit(
             jax.shard_map(
-                lambda *blocks: _replica(decided, len(inputs), *blocks),  # of a partial, jit would print the schedule
+                lambda *blocks: _replica(
+                    decided, gathered, len(inputs), *blocks
+                ),  # of a partial, jit would print the schedule
                 mesh=self.mesh,
                 in_specs=(*specs, *[PartitionSpec()] * len(self.constant_values)),
                 out_specs=tuple(outs),
@@ -332,9 +338,10 @@ class Rewritten:
             return self._run.lower(*shapes, *constants)
 
 
-def _replica(decided: Decided, count: int, *blocks: jax.Array) -> tuple[jax.Array, ...]:
+def _replica(decided: Decided, gathered: AbstractSet[int], count: int, *blocks: jax.Array) -> tuple[jax.Array, ...]:
     """What one replica does."""
     outputs = interpreter.run(decided.schedule, blocks[:count], blocks[count:], decided.kept)
+    outputs = [in_place.rewritten(x) if o in gathered else x for o, x in enumerate(outputs)]
     return tuple(
         x[None] if any(isinstance(p, Varying) for p in layout) and x.ndim == 0 else x
         for x, layout in zip(outputs, decided.outputs, strict=True)

@@ -33,6 +33,7 @@ class Chip(NamedTuple):
     network: Link  # to other hosts (GPU), other slices (TPU)
     wraps: int = 0  # a torus axis is closed to a ring if its length is a multiple of this; 0: never
     source: str = ""
+    near: int = 0  # bytes: smaller results of a collective stay near the core (see in_place.py)
 
 
 _HOP = 1 * _MICRO  # "How to Scale Your Model" (jax-ml.github.io/scaling-book), part 3: about 1 us for a hop
@@ -56,14 +57,15 @@ def _infiniband(gigabytes: float) -> Link:
 
 _DESIGN = 'Norrie et al., "The Design Process for Google\'s Training Chips: TPUv2 and TPUv3", IEEE Micro 2021'
 _DOCS = "cloud.google.com/tpu/docs, page of the version: per chip and both ways, here per link and one way"
+_HALF_OF_VMEM = 64 * 2**20  # v5e and v6e have 128 MiB
 
 CHIPS = {
     "v2": Chip("TPU v2", 350 * _GIGA, _ici(62), _DCN, 16, f"{_DESIGN}: a core has half of the chip's memory"),
     "v3": Chip("TPU v3", 450 * _GIGA, _ici(82), _DCN, 32, f"{_DESIGN}: a core has half of the chip's memory"),
     "v4": Chip("TPU v4", 1228 * _GIGA, _ici(50), _DCN, 4, 'Jouppi et al., "TPU v4", ISCA 2023'),
-    "v5e": Chip("TPU v5 lite", 819 * _GIGA, _ici(50), _DCN, 16, _DOCS),
+    "v5e": Chip("TPU v5 lite", 819 * _GIGA, _ici(50), _DCN, 16, _DOCS, _HALF_OF_VMEM),
     "v5p": Chip("TPU v5", 2765 * _GIGA, _ici(100), _DCN, 4, _DOCS),
-    "v6e": Chip("TPU v6 lite", 1640 * _GIGA, _ici(100), _DCN, 16, _DOCS),
+    "v6e": Chip("TPU v6 lite", 1640 * _GIGA, _ici(100), _DCN, 16, _DOCS, _HALF_OF_VMEM),
     "tpu7x": Chip("TPU7x", 3690 * _GIGA, _ici(100), _DCN, 4, f"{_DOCS}; a core has half of the chip's memory"),
     "a100": Chip(
         "A100", 2039 * _GIGA, _nvlink(300), _infiniband(25), source="NVIDIA A100 80GB and DGX A100 datasheets"
