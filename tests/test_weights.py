@@ -1,5 +1,8 @@
 """How weights rest: `weights="sharded"`, and what "auto" chooses."""
 
+import re
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,6 +40,10 @@ def start():
     return weights, OPTIMIZER.init(weights)
 
 
+# 0.12 was tried and does, 0.10 does not; in between nothing was tried
+KEEPS_BARRIERS = pytest.mark.skipif(
+    jax.__version_info__ < (0, 12), reason="XLA drops barriers before it decides on copies"
+)
 BATCH = jax.random.normal(jax.random.key(1), (32, WIDTH))
 
 
@@ -74,6 +81,57 @@ def test_less_memory(compiled):
     replicated, sharded = held(compiled["replicated"]), held(compiled["sharded"])
     assert replicated[0] - sharded[0] == LAYERS * weight * 7 // 8
     assert sharded[1] <= replicated[1]
+
+
+@KEEPS_BARRIERS
+def test_no_replicated_weight_is_copied(compiled):
+    """A new weight is gathered into the memory of the old one. By hand, without the barrier, all but the first are."""
+    assert copies(compiled["replicated"]) == 0
+    assert copies(compile_by_hand(barrier=False)) == LAYERS - 1
+    assert copies(compile_by_hand(barrier=True)) == 0
+
+
+@KEEPS_BARRIERS
+def test_nor_in_a_loop_over_steps(mesh):
+    loop = shardstep.shard(lambda state, b: jax.lax.scan(step, state, b), mesh, batch_axis=1, weights="replicated")
+    assert copies(loop.lower(start(), jnp.stack([BATCH] * 5)).compile()) == 0
+
+
+def test_replicated_weights_are_gathered_when_all_are_made(mesh):
+    """Only where there is no wire: elsewhere gathers overlap with the backward pass."""
+    sharded = shardstep.shard(step, mesh, weights="replicated", options=ALONE)
+    lines = sharded.lower(start(), BATCH).as_text().splitlines()
+    barriers = [i for i, line in enumerate(lines) if "optimization_barrier" in line]
+    gathers = [i for i, line in enumerate(lines) if "stablehlo.all_gather" in line]
+    assert len(barriers) == 1 and len(gathers) == LAYERS and barriers[0] < min(gathers)
+    assert f":{LAYERS} = " in lines[barriers[0]]
+
+    (axis,) = sharded.replicas.axes
+    over_a_wire = shardstep.shard(step, mesh, weights="replicated", options=ALONE)
+    over_a_wire.replicas = replace(sharded.replicas, axes=(axis._replace(in_memory=False),))
+    assert "optimization_barrier" not in over_a_wire.lower(start(), BATCH).as_text()
+
+
+def copies(program):
+    """How many arrays of a weight's shape are copied."""
+    return len(re.findall(rf"= f32\[{WIDTH},{WIDTH}\]\S* copy\(", program.as_text()))
+
+
+def compile_by_hand(barrier):
+    """Plain descent, sharded by hand: scatter, update, gather."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def replica(weights, examples):
+        rows = WIDTH // 8
+        own = [jax.lax.dynamic_slice_in_dim(w, jax.lax.axis_index("data") * rows, rows) for w in weights]
+        grads = [jax.lax.psum_scatter(g, "data", tiled=True) for g in jax.grad(loss)(weights, examples)]
+        made = [w - g for w, g in zip(own, grads, strict=True)]
+        made = jax.lax.optimization_barrier(made) if barrier else made
+        return [jax.lax.all_gather(w, "data", tiled=True) for w in made]
+
+    whole, rows = PartitionSpec(), PartitionSpec("data")
+    mapped = jax.shard_map(replica, mesh=mesh, in_specs=(whole, rows), out_specs=whole, check_vma=False)
+    return jax.jit(mapped, donate_argnums=0).lower(start()[0], BATCH).compile()
 
 
 def test_evaluation_reads_the_state_as_it_is(mesh):

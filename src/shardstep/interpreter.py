@@ -6,6 +6,7 @@ communicates), its primitive is bound on local blocks, and the results are remem
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -69,11 +70,35 @@ def run(
             results = _results(step, operands, axes)
         for var, layout, value in zip(step.equation.outputs, step.results, results, strict=True):
             write(var, layout, value)
+    env.update(_all_made(schedule.transfers[-1], env, axes))
     move(schedule.transfers[-1])
     return [
         _typed(read(atom, layout), layout, axes)
         for atom, layout in zip(schedule.program.outputs, schedule.outputs, strict=True)
     ]
+
+
+def _all_made(
+    bundles: Sequence[Bundle], env: Mapping[tuple[Var, Layout], Any], axes: tuple[Axis, ...]
+) -> dict[tuple[Var, Layout], Any]:
+    """What is gathered for the outputs, behind one barrier: nothing is gathered until all of it is made.
+
+    A new weight is gathered into the donated memory of the old one. The backward pass still reads the old one for the
+    layer before, and nothing says that it does so first: XLA would copy the old weight out of the way. But the gradient
+    of the layer before waits for that reading, and so does everything that waits for all new weights.
+
+    Only where replicas share one memory. Over a wire, gathers rather overlap with the backward pass, copies and all.
+    XLA drops barriers after it has decided on copies; that of JAX 0.10 before, so there nothing changes.
+    """
+    if not axes[0].in_memory:
+        return {}
+    alike: dict[frozenset[str], list[tuple[Var, Layout]]] = {}  # a barrier gives all that pass it one type
+    for moved in (bundle[0] for bundle in bundles if len(bundle) == 1):  # what shares a bucket is copied anyway
+        if any(isinstance(p, Split) for p in moved.source):
+            made = moved.var, moved.source
+            alike.setdefault(compat.varying_axes(env[made]), []).append(made)
+    passed = (zip(made, lax.optimization_barrier([env[m] for m in made]), strict=True) for made in alike.values())
+    return dict(itertools.chain.from_iterable(passed))
 
 
 def _results(step: Step, operands: list[Any], axes: tuple[Axis, ...]) -> Sequence[Any]:

@@ -80,13 +80,15 @@ class Replicas:
         # What is said in pieces.py was measured with every replica in a process of its own.
         processes = len({d.process_index for d in columns[0]})
         message_bytes = MESSAGE_BYTES if first.platform == "cpu" and processes == size else 0
+        in_memory = first.platform == "cpu" and processes == 1
+        kind = widens, first.platform == "tpu", message_bytes, in_memory
         machine_topology = topology.of_devices(columns[0], (r.ring for r in chosen.rings))
         if machine is not None:
             named = topology.describe(machine)
             machine_topology = replace(named, rings=machine_topology.rings)
         return cls(
             Mesh(devices, axis_names),  # Auto: ordinary code on arrays of an Explicit mesh raises sharding errors
-            tuple(Axis(r.names, r.ring.size, widens, first.platform == "tpu", message_bytes) for r in chosen.rings),
+            tuple(Axis(r.names, r.ring.size, *kind) for r in chosen.rings),
             chosen.shared,
             names,
             mesh,
