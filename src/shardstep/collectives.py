@@ -11,7 +11,7 @@ that what is predicted is what is run.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -135,7 +135,12 @@ def moves(source: Layout, target: Layout, shape: tuple[int, ...], axes: tuple[Ax
     current = whole
     changing = [k for k in range(len(current)) if current[k] != target[k]]
     made = [k for k in changing if isinstance(target[k], Split)]
-    ragged = _ragged(shape, target, axes) if made and tiled else ()
+
+    def ragged(k: int, left: Container[int]) -> bool:
+        """Will blocks end inside of a tile if axis k is scattered now, and the others that are left are not yet?"""
+        held = tuple(REPLICATED if j in left and j != k else p for j, p in enumerate(target))
+        return tiled and any(cuts_tiles(block_shape(shape, held, axes), d, order) for d in _dims(target[k]))
+
     for k in _nested(made, target, order, outer_first=True, late=ragged):
         yield Move(k, current[k], target[k])
     yield from _at_once([Move(k, current[k], target[k]) for k in changing if k not in made])
@@ -146,24 +151,22 @@ def _inside_of_change(current: list[Placement], target: Layout, k: int) -> bool:
     return any(current[j] != target[j] and _dims(current[j], target[j]) & _dims(current[k]) for j in range(k))
 
 
-def _ragged(shape: tuple[int, ...], layout: Layout, axes: tuple[Axis, ...]) -> set[int]:
-    """The dimensions whose blocks end inside of a tile."""
-    block = block_shape(shape, layout, axes)
-    return {d for d in _dims(*layout) if cuts_tiles(block, d, major_to_minor(shape))}
-
-
 def _nested(
-    axes: list[int], layout: Sequence[Placement], order: Sequence[int], outer_first: bool, late: Container[int] = ()
+    axes: list[int],
+    layout: Sequence[Placement],
+    order: Sequence[int],
+    outer_first: bool,
+    late: Callable[[int, Container[int]], bool] = lambda axis, left: False,
 ) -> Iterator[int]:
     """Axes that share a dimension from the outside in (or from the inside out); the last dimension first (or last).
 
-    `order` is how the dimensions lie in memory. Those in `late` come after all others.
+    `order` is how the dimensions lie in memory. Of the axes that are left, those that are `late` wait.
     """
     dims, left = [_dims(p) for p in layout], sorted(axes)
     dim = {k: max(dims[k]) for k in axes}
     while left:
         free = [k for k in left if not any(dims[j] & dims[k] and (j < k if outer_first else j > k) for j in left)]
-        chosen = (max if outer_first else min)(free, key=lambda k: (dim[k] not in late, order.index(dim[k]), k))
+        chosen = (max if outer_first else min)(free, key=lambda k: (not late(k, left), order.index(dim[k]), k))
         left.remove(chosen)
         yield chosen
 
