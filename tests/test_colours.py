@@ -56,6 +56,9 @@ def test_a_cut_tile_is_scattered_last_and_many_replicas_are_gathered_axis_by_axi
     split, summed, whole = layout(2, 0), (PARTIAL,) * 2, (REPLICATED,) * 2
     assert [m.axes for m in moves(summed, split, (16, 64, 1024), torus)] == [(1,), (0,)]  # columns of 64
     assert [m.axes for m in moves(summed, split, (16, 64, 4096), torus)] == [(0,), (1,)]  # columns of 256
+    cube = tuple(Axis((name,), 4, tiled=True) for name in "zyx")
+    order = [m.axes for m in moves((PARTIAL,) * 3, layout(0, 1, 0), (128, 512), cube)]
+    assert order == [(0,), (1,), (2,)]  # 32 rows cut no tile; then columns of 128 do, and 8 rows
     assert [m.axes for m in moves(layout(0, 0), whole, (4096, 1024), torus)] == [(1,), (0,)]
     small = tuple(axis._replace(size=4) for axis in torus)
     assert [m.axes for m in moves(layout(0, 0), whole, (4096, 1024), small)] == [(0, 1)]

@@ -14,10 +14,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from steps import OPTIMIZER, assert_same
 
 import shardstep
+from shardstep.collectives import moves
 from shardstep.errors import ShardstepError
 from shardstep.hlo import collectives
-from shardstep.layout import REPLICATED, Array, Axis, Split, fits
-from shardstep.placement import split_layout
+from shardstep.layout import PARTIAL, REPLICATED, Array, Axis, Split, fits
+from shardstep.placement import major_to_minor, split_layout
 from shardstep.replicas import choose_group
 from shardstep.topology import Arrangement, arrange, collective_time, describe
 
@@ -151,6 +152,7 @@ TORUS = (Axis(("y",), 4), Axis(("x",), 4))
         ((4096, 512), (0, 0)),
         ((2048, 1000), (0, 0)),
         ((3, 3, 512, 512), (2, 2)),
+        ((1024, 16, 64), (1, 0)),  # lies as 16 x 64 x 1024: blocks of 4 x 64 x 256
         ((3, 3, 64, 64), (None, 2)),  # a further cut would only fill up tiles: along y it rests replicated
         ((4096,), (0, 0)),
         ((512,), (None, 0)),
@@ -164,6 +166,32 @@ def test_tiles_stay_whole(shape, expected):
     placed = found or (REPLICATED, REPLICATED)
     dims = [(f"padded {p.dim}" if p.extent else p.dim) if isinstance(p, Split) else None for p in placed]
     assert tuple(dims) == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((16, 64, 1024), (0, 1, 2)),
+        ((1024, 16, 64), (1, 2, 0)),  # row after row, half of each tile would be empty
+        ((64, 16, 64), (0, 1, 2)),  # nothing fills tiles better
+        ((4096, 64), (1, 0)),
+        ((300, 2), (1, 0)),
+        ((1, 1, 256, 64), (0, 1, 3, 2)),
+        ((4096,), (0,)),
+        ((), ()),
+    ],
+)
+def test_dimensions_lie_so_that_tiles_are_full(shape, expected):
+    assert major_to_minor(shape) == expected
+
+
+def test_the_last_dimension_in_memory_is_scattered_first_and_gathered_last():
+    torus = tuple(axis._replace(tiled=True) for axis in TORUS)
+    split, summed, whole = (Split(1), Split(0)), (PARTIAL,) * 2, (REPLICATED,) * 2
+    for shape, axes in {(1024, 16, 64): [1, 0], (16, 64, 1024): [0, 1]}.items():
+        assert [m.axis for m in moves(summed, split, shape, torus)] == axes
+        assert [m.axis for m in moves(split, whole, shape, torus)] == axes[::-1]
+    assert [m.axis for m in moves(summed, split, (1024, 16, 64), TORUS)] == [0, 1]  # not in tiles: as it is written
 
 
 def test_axes_take_dimensions_of_their_own():

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from shardstep.placement import major_to_minor
+
 pytestmark = [
     pytest.mark.tpu,
     pytest.mark.skipif(
@@ -25,12 +27,13 @@ pytestmark = [
 
 WIDTH, LAYERS = 1024, 2
 WEIGHT = 4 * WIDTH * WIDTH
+SHAPES = [(1024, 16, 64), (64, 16, 64), (256, 4, 64), (16, 64, 1024), (4096, 64), (300, 2), (1, 1, 256, 64), (512, 512)]
 
 PROGRAM = """
 import json, re, sys
 import jax, jax.numpy as jnp, numpy as np, optax
 from jax.experimental import topologies
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardstep.hlo import collectives
 import shardstep
 
@@ -68,9 +71,18 @@ def compiled(machine, weights):
         "copies": len(re.findall(r"= f32\\[\\d+,\\d+\\]\\S* copy\\(", text)),
     }
 
+def orders(shapes):  # from major to minor, how libtpu lays arguments out
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
+    everywhere = NamedSharding(Mesh(np.array(devices), ("data",)), PartitionSpec())
+    step = jax.jit(lambda *xs: [x + 1 for x in xs], in_shardings=everywhere, out_shardings=everywhere)
+    text = step.lower(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)).compile().as_text()
+    entry = re.search(r"entry_computation_layout={\\((.*?)\\)->", text)[1]
+    return [[int(d) for d in found.split(",")][::-1] for found in re.findall(r"\\]{([\\d,]+):", entry)]
+
 asked = [("v3:2x2", "replicated"), ("v3:2x2", "sharded"), ("v5e:4x4", "replicated"), ("v5e:4x4", "sharded"),
          ("v5p:2x2x2", "sharded"), ("v6e:2x4", "sharded")]
-print("RESULT" + json.dumps({f"{machine} {weights}": compiled(machine, weights) for machine, weights in asked}))
+found = {f"{machine} {weights}": compiled(machine, weights) for machine, weights in asked}
+print("RESULT" + json.dumps(found | {"orders": orders(json.loads(sys.argv[3]))}))
 """
 
 
@@ -82,7 +94,7 @@ def programs():
     with open(Path(tempfile.gettempdir()) / "shardstep-libtpu.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another test process may be compiling for TPUs too
         done = subprocess.run(
-            [sys.executable, "-c", PROGRAM, str(WIDTH), str(LAYERS)],
+            [sys.executable, "-c", PROGRAM, str(WIDTH), str(LAYERS), json.dumps(SHAPES)],
             capture_output=True,
             text=True,
             timeout=600,
@@ -125,6 +137,10 @@ def test_sharded_weights_are_gathered_in_bfloat16(programs, name):
 def test_state_is_not_transposed(programs):
     """Left alone, the compiler transposes all state on v6e to match a transposed gradient."""
     assert programs["v6e:2x4 sharded"]["copies"] == 0
+
+
+def test_dimensions_lie_as_placement_says(programs):
+    assert [tuple(order) for order in programs["orders"]] == [major_to_minor(shape) for shape in SHAPES]
 
 
 def test_gathered_weights_are_written_in_place(programs):

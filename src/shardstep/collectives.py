@@ -11,7 +11,7 @@ that what is predicted is what is run.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -36,7 +36,7 @@ from .layout import (
     padded_shape,
 )
 from .pieces import in_pieces, scatter_in_pieces
-from .placement import cuts_tiles
+from .placement import cuts_tiles, major_to_minor
 
 
 class Move(NamedTuple):
@@ -114,10 +114,10 @@ def moves(source: Layout, target: Layout, shape: tuple[int, ...], axes: tuple[Ax
     """The conversion as single moves, in an order in which every step is a layout.
 
     Axes that split the same dimension nest in mesh order, so an outer axis cannot be gathered under an inner one:
-    inner splits are undone first and made again last. Otherwise the last dimension is scattered first and gathered last
-    (what `placement.py` counts on), except for blocks that end inside of a tile: the TPU's compiler makes an all-reduce
-    of such a scatter, so it comes when little is left. What is to be split is split before anything else is reduced:
-    an all-reduce of a shard is cheaper than one of the whole.
+    inner splits are undone first and made again last. Otherwise the last dimension in memory is scattered first and
+    gathered last (what `placement.py` counts on), except for blocks that end inside of a tile: the TPU's compiler makes
+    an all-reduce of such a scatter, so it comes when little is left. What is to be split is split before anything else
+    is reduced: an all-reduce of a shard is cheaper than one of the whole.
     """
     current = list(source)
     undone: list[int] = []
@@ -128,12 +128,20 @@ def moves(source: Layout, target: Layout, shape: tuple[int, ...], axes: tuple[Ax
         ):
             undone.append(k)
             whole[k] = REPLICATED
-    yield from _in_pairs([Move(k, current[k], REPLICATED) for k in _nested(undone, current, outer_first=False)], axes)
+    tiled = bool(axes) and axes[0].tiled
+    order = major_to_minor(shape) if tiled else range(len(shape))
+    gathered = _nested(undone, current, order, outer_first=False)
+    yield from _in_pairs([Move(k, current[k], REPLICATED) for k in gathered], axes)
     current = whole
     changing = [k for k in range(len(current)) if current[k] != target[k]]
     made = [k for k in changing if isinstance(target[k], Split)]
-    ragged = _ragged(shape, target, axes) if made and axes[0].tiled else ()
-    for k in _nested(made, target, outer_first=True, late=ragged):
+
+    def ragged(k: int, left: Container[int]) -> bool:
+        """Will blocks end inside of a tile if axis k is scattered now, and the others that are left are not yet?"""
+        held = tuple(REPLICATED if j in left and j != k else p for j, p in enumerate(target))
+        return tiled and any(cuts_tiles(block_shape(shape, held, axes), d, order) for d in _dims(target[k]))
+
+    for k in _nested(made, target, order, outer_first=True, late=ragged):
         yield Move(k, current[k], target[k])
     yield from _at_once([Move(k, current[k], target[k]) for k in changing if k not in made])
 
@@ -143,23 +151,22 @@ def _inside_of_change(current: list[Placement], target: Layout, k: int) -> bool:
     return any(current[j] != target[j] and _dims(current[j], target[j]) & _dims(current[k]) for j in range(k))
 
 
-def _ragged(shape: tuple[int, ...], layout: Layout, axes: tuple[Axis, ...]) -> set[int]:
-    """The dimensions whose blocks end inside of a tile."""
-    block = block_shape(shape, layout, axes)
-    return {d for d in _dims(*layout) if cuts_tiles(block, d)}
-
-
 def _nested(
-    axes: list[int], layout: Sequence[Placement], outer_first: bool, late: Container[int] = ()
+    axes: list[int],
+    layout: Sequence[Placement],
+    order: Sequence[int],
+    outer_first: bool,
+    late: Callable[[int, Container[int]], bool] = lambda axis, left: False,
 ) -> Iterator[int]:
     """Axes that share a dimension from the outside in (or from the inside out); the last dimension first (or last).
 
-    Dimensions in `late` come after all others.
+    `order` is how the dimensions lie in memory. Of the axes that are left, those that are `late` wait.
     """
     dims, left = [_dims(p) for p in layout], sorted(axes)
+    dim = {k: max(dims[k]) for k in axes}
     while left:
         free = [k for k in left if not any(dims[j] & dims[k] and (j < k if outer_first else j > k) for j in left)]
-        chosen = (max if outer_first else min)(free, key=lambda k: (max(dims[k]) not in late, max(dims[k]), k))
+        chosen = (max if outer_first else min)(free, key=lambda k: (not late(k, left), order.index(dim[k]), k))
         left.remove(chosen)
         yield chosen
 
@@ -233,8 +240,19 @@ def convert(x: jax.Array, shape: tuple[int, ...], source: Layout, target: Layout
     for move in moves(source, target, shape, axes):
         axis = move.over(axes)
         sent = padded(x, move.target).astype(wire_dtype(move, x.dtype, axis))
+        if axis.tiled and move.kind == "reduce-scatter":
+            sent = _as_at_rest(sent, shape)
         x = unpadded(perform(sent, move, axis).astype(x.dtype), shape, move.source)
     return x
+
+
+def _as_at_rest(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The gradient of a value of this shape as its state lies in memory.
+
+    Left alone, the TPU compiler may produce a gradient transposed, and then transposes all state of its shape to match
+    and back again: 24 copies of shards for 4 weights with Adam on v6e, or of whole weights that rest replicated.
+    """
+    return with_layout_constraint(x, MemoryLayout(major_to_minor(shape)))
 
 
 def padded(x: jax.Array, placement: Placement) -> jax.Array:
@@ -284,14 +302,7 @@ def reduce(x: jax.Array, op: str, axis: Axis) -> jax.Array:
 
 
 def scatter(x: jax.Array, dim: int, axis: Axis) -> jax.Array:
-    """Reduce-scatter.
-
-    Left alone, the TPU compiler may produce a gradient transposed, and then transposes all state of its shape to match
-    and back again: 24 copies of shards for 4 weights with Adam on v6e, or of whole weights that rest replicated. The
-    gradient is asked for as the state rests, row after row.
-    """
-    if axis.tiled:
-        x = with_layout_constraint(x, MemoryLayout(tuple(range(x.ndim))))
+    """Reduce-scatter."""
     if in_pieces(x.nbytes // axis.size, axis):
         return scatter_in_pieces(x, dim, axis)
     return lax.psum_scatter(x, axis.name, scatter_dimension=dim, tiled=True)
