@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import shardstep
+from shardstep.collectives import gather, scatter
 from shardstep.hlo import collectives, wire_bytes
+from shardstep.layout import Axis, Split
 
 K = 4  # large weights
 WIDTH = 256
@@ -151,6 +155,45 @@ def test_weights_sharded_at_rest(mesh):
     assert arrays(found, "reduce-scatter", WEIGHT) == K
     assert arrays(found, "all-gather", WEIGHT) == K
     assert not [c for c in found if c.kind == "all-reduce" and c.bytes >= WEIGHT / 8]
+
+
+# -- inner dimensions on CPU -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("outermost", [False, True])
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_scattered_and_gathered_along_any_dimension(dim, dtype, outermost, mesh):
+    terms = np.random.default_rng(0).integers(-9, 9, (8, 16, 8, 24)).astype(dtype)  # small: sums are exact
+    axis, split = Axis(("data",), 8, outermost=outermost), Split(dim)
+
+    def replica(x):
+        mine = scatter(x[0], dim, axis)
+        return mine, gather(mine, split, axis)
+
+    specs = PartitionSpec(*[None] * dim, "data"), PartitionSpec()
+    mapped = jax.shard_map(replica, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=specs)
+    for found in jax.jit(mapped)(terms):
+        np.testing.assert_array_equal(np.asarray(found, np.float32), terms.astype(np.float32).sum(0))
+
+
+@pytest.mark.parametrize("outermost", [False, True])
+def test_no_weight_is_transposed_to_be_split_along_an_inner_dimension(outermost, mesh):
+    """100 rows are not to be shared by 8 replicas, 256 columns are; memory stays row after row."""
+
+    def step(state, x):
+        value, gradient = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(state[0])
+        velocity = 0.9 * state[1] + gradient
+        return (state[0] - velocity, velocity), value
+
+    sharded = shardstep.shard(step, mesh, weights="replicated")
+    axes = tuple(a._replace(outermost=outermost) for a in sharded.replicas.axes)
+    sharded.replicas = replace(sharded.replicas, axes=axes)
+    state = jnp.ones((100, 256)), jnp.zeros((100, 256))
+    assert "split(1)" in {leaf.layout for leaf in sharded.plan(state, jnp.ones((8, 100))).leaves}
+    text = sharded.lower(state, jnp.ones((8, 100))).compile().as_text()
+    transposed = len(re.findall(r"\[100,(?:256|32)\]\{0,1\} (?:reduce-scatter|all-gather)\(", text))
+    assert transposed == (0 if outermost else 2)  # left to XLA, both are
 
 
 # -- loops ------------------------------------------------------------------------------------------------------------

@@ -305,12 +305,38 @@ def scatter(x: jax.Array, dim: int, axis: Axis) -> jax.Array:
     """Reduce-scatter."""
     if in_pieces(x.nbytes // axis.size, axis):
         return scatter_in_pieces(x, dim, axis)
+    if axis.outermost and dim:
+        return lax.psum_scatter(in_blocks(x, dim, axis.size), axis.name, scatter_dimension=0, tiled=False)
     return lax.psum_scatter(x, axis.name, scatter_dimension=dim, tiled=True)
 
 
 def gather(x: jax.Array, split: Split, axis: Axis) -> jax.Array:
     """All-gather, certified by JAX's type system to be the same on every replica."""
-    return _in_view(x, split, lambda v, d: gather_blocks(v, axis, d, tiled=True))
+
+    def whole(v: jax.Array, d: int) -> jax.Array:
+        if axis.outermost and d:
+            return from_blocks(gather_blocks(v, axis, 0, tiled=False), d)
+        return gather_blocks(v, axis, d, tiled=True)
+
+    return _in_view(x, split, whole)
+
+
+def in_blocks(x: jax.Array, dim: int, n: int) -> jax.Array:
+    """n blocks of a dimension, one after the other in memory.
+
+    Asked to cut another dimension than the outermost, XLA's CPU backend makes it the outermost one in memory: it
+    transposes the tensor element by element, and what is computed with the shards reads them across. Blocks are moved
+    by whole rows.
+    """
+    blocks = x.reshape(*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :])
+    return jnp.moveaxis(blocks, dim, 0)
+
+
+def from_blocks(blocks: jax.Array, dim: int) -> jax.Array:
+    """The tensor of which these are blocks of a dimension."""
+    n, *block = blocks.shape
+    block[dim] *= n
+    return jnp.moveaxis(blocks, 0, dim).reshape(block)
 
 
 def gather_blocks(x: jax.Array, axis: Axis, dim: int, tiled: bool) -> jax.Array:

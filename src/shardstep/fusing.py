@@ -25,7 +25,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .collectives import Move, convert, gather_blocks, moves, padded, perform, reduce, unpadded, wire_dtype
+from .collectives import (
+    Move,
+    convert,
+    from_blocks,
+    gather_blocks,
+    in_blocks,
+    moves,
+    padded,
+    perform,
+    reduce,
+    unpadded,
+    wire_dtype,
+)
 from .layout import REPLICATED, Axis, Layout, Partial, Replicated, Split
 from .ordering import by_depth
 from .program import Var
@@ -230,13 +242,9 @@ def _block(shape: tuple[int, ...], split: Any, n: int) -> tuple[int, ...]:
 
 def _rows(x: jax.Array, split: Any, n: int) -> jax.Array:
     """Row r holds what replica r will keep."""
-    d, shape = split.dim, x.shape
-    blocks = x.reshape(*shape[:d], n, shape[d] // n, *shape[d + 1 :])
-    return jnp.moveaxis(blocks, d, 0).reshape(n, -1)
+    return in_blocks(x, split.dim, n).reshape(n, -1)
 
 
 def _from_rows(rows: jax.Array, local: tuple[int, ...], split: Any) -> jax.Array:
     """The whole value, from one row for each replica."""
-    d, n = split.dim, rows.shape[0]
-    blocks = jnp.moveaxis(rows.reshape(n, *local), 0, d)
-    return blocks.reshape(*local[:d], n * local[d], *local[d + 1 :])
+    return from_blocks(rows.reshape(rows.shape[0], *local), split.dim)

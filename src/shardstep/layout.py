@@ -105,6 +105,7 @@ class Axis(NamedTuple):
     widens: bool = False  # are sums of 16-bit floats formed in float32, as XLA's own all-reduce does on CPU?
     tiled: bool = False  # does memory come in tiles, as on TPU?
     message_bytes: int = 0  # larger blocks are scattered in pieces (see pieces.py); 0: whole
+    outermost: bool = False  # do collectives cut the outermost dimension only, as XLA's do on CPU?
     in_memory: bool = False  # do the replicas share one memory, so that there is no wire to overlap anything with?
 
     @property

@@ -79,9 +79,9 @@ class Replicas:
         widens = platform == "cpu"  # XLA's CPU backend sums 16-bit floats in float32: the rewritten step too
         # What is said in pieces.py was measured with every replica in a process of its own.
         processes = len({d.process_index for d in columns[0]})
-        message_bytes = MESSAGE_BYTES if first.platform == "cpu" and processes == size else 0
-        in_memory = first.platform == "cpu" and processes == 1
-        kind = widens, first.platform == "tpu", message_bytes, in_memory
+        on_cpu = first.platform == "cpu"
+        message_bytes = MESSAGE_BYTES if on_cpu and processes == size else 0
+        kind = widens, first.platform == "tpu", message_bytes, on_cpu, on_cpu and processes == 1
         machine_topology = topology.of_devices(columns[0], (r.ring for r in chosen.rings))
         if machine is not None:
             named = topology.describe(machine)
