@@ -18,7 +18,7 @@ from shardstep.collectives import moves
 from shardstep.errors import ShardstepError
 from shardstep.hlo import collectives
 from shardstep.layout import PARTIAL, REPLICATED, Array, Axis, Split, fits
-from shardstep.placement import major_to_minor, split_layout
+from shardstep.placement import major_to_minor, order_in_memory, split_layout
 from shardstep.replicas import choose_group
 from shardstep.topology import Arrangement, arrange, collective_time, describe
 
@@ -183,6 +183,13 @@ def test_tiles_stay_whole(shape, expected):
 )
 def test_dimensions_lie_so_that_tiles_are_full(shape, expected):
     assert major_to_minor(shape) == expected
+
+
+def test_with_many_replicas_rows_are_better_than_cut_tiles():
+    """Over 16 x 16 replicas a head is left, and 64 of its columns (or 4 of its rows): no whole tile."""
+    many = tuple(axis._replace(size=16, tiled=True) for axis in TORUS)
+    found = split_layout(Array((1024, 16, 64), jnp.dtype("float32")), many, (True, True), tiled=True)
+    assert found == (Split(0), Split(0)) and order_in_memory((1024, 16, 64), found, many) == (0, 1, 2)
 
 
 def test_the_last_dimension_in_memory_is_scattered_first_and_gathered_last():

@@ -36,7 +36,7 @@ from .layout import (
     padded_shape,
 )
 from .pieces import in_pieces, scatter_in_pieces
-from .placement import cuts_tiles, major_to_minor
+from .placement import cuts_tiles, order_in_memory
 
 
 class Move(NamedTuple):
@@ -128,22 +128,26 @@ def moves(source: Layout, target: Layout, shape: tuple[int, ...], axes: tuple[Ax
         ):
             undone.append(k)
             whole[k] = REPLICATED
-    tiled = bool(axes) and axes[0].tiled
-    order = major_to_minor(shape) if tiled else range(len(shape))
-    gathered = _nested(undone, current, order, outer_first=False)
+    gathered = _nested(undone, current, _order(shape, source, axes), outer_first=False)
     yield from _in_pairs([Move(k, current[k], REPLICATED) for k in gathered], axes)
     current = whole
     changing = [k for k in range(len(current)) if current[k] != target[k]]
     made = [k for k in changing if isinstance(target[k], Split)]
+    order = _order(shape, target, axes)
 
     def ragged(k: int, left: Container[int]) -> bool:
         """Will blocks end inside of a tile if axis k is scattered now, and the others that are left are not yet?"""
         held = tuple(REPLICATED if j in left and j != k else p for j, p in enumerate(target))
-        return tiled and any(cuts_tiles(block_shape(shape, held, axes), d, order) for d in _dims(target[k]))
+        block = block_shape(shape, held, axes)
+        return axes[0].tiled and any(cuts_tiles(block, d, order) for d in _dims(target[k]))
 
     for k in _nested(made, target, order, outer_first=True, late=ragged):
         yield Move(k, current[k], target[k])
     yield from _at_once([Move(k, current[k], target[k]) for k in changing if k not in made])
+
+
+def _order(shape: tuple[int, ...], layout: Layout, axes: tuple[Axis, ...]) -> Sequence[int]:
+    return order_in_memory(shape, layout, axes) if axes and axes[0].tiled else range(len(shape))
 
 
 def _inside_of_change(current: list[Placement], target: Layout, k: int) -> bool:
@@ -241,18 +245,18 @@ def convert(x: jax.Array, shape: tuple[int, ...], source: Layout, target: Layout
         axis = move.over(axes)
         sent = padded(x, move.target).astype(wire_dtype(move, x.dtype, axis))
         if axis.tiled and move.kind == "reduce-scatter":
-            sent = _as_at_rest(sent, shape)
+            sent = _as_at_rest(sent, order_in_memory(shape, target, axes))
         x = unpadded(perform(sent, move, axis).astype(x.dtype), shape, move.source)
     return x
 
 
-def _as_at_rest(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The gradient of a value of this shape as its state lies in memory.
+def _as_at_rest(x: jax.Array, order: tuple[int, ...]) -> jax.Array:
+    """A gradient, its dimensions in the order in which its state lies in memory.
 
     Left alone, the TPU compiler may produce a gradient transposed, and then transposes all state of its shape to match
     and back again: 24 copies of shards for 4 weights with Adam on v6e, or of whole weights that rest replicated.
     """
-    return with_layout_constraint(x, MemoryLayout(major_to_minor(shape)))
+    return with_layout_constraint(x, MemoryLayout(order))
 
 
 def padded(x: jax.Array, placement: Placement) -> jax.Array:

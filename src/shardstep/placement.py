@@ -73,7 +73,7 @@ def beginning_with(first: int, shape: tuple[int, ...], usual: Layout, axes: tupl
 
 def _waste(shape: tuple[int, ...], layout: Layout, axes: tuple[Axis, ...]) -> tuple[int, int, int]:
     """What speaks against a layout: memory, padding, cut tiles."""
-    block, order = block_shape(shape, layout, axes), major_to_minor(shape)
+    block, order = block_shape(shape, layout, axes), order_in_memory(shape, layout, axes)
     cut_tiles = sum(cuts_tiles(block, d, order) for d in _dims(*layout))
     return filled(block, order), sum(map(is_padded, layout)), cut_tiles
 
@@ -112,9 +112,20 @@ def _whole_tiles(
     without fix-ups, if that dimension is scattered first.) An axis that would save no memory is left out: along it, the
     leaf rests replicated. Axes in `outer` keep off the dimension that the first axis takes.
     """
+    lying = major_to_minor(shape)
+    found = _cut_to(lying, shape, axes, order, outer)
+    layout = tuple(found.get(k, REPLICATED) for k in range(len(axes)))
+    if order_in_memory(shape, layout, axes) != lying:
+        found = _cut_to(range(len(shape)), shape, axes, order, outer)
+    return found
+
+
+def _cut_to(
+    lying: Sequence[int], shape: tuple[int, ...], axes: tuple[Axis, ...], order: list[int], outer: Sequence[int]
+) -> dict[int, Placement]:
+    """The same for a leaf whose dimensions lie in this order."""
     found: dict[int, Placement] = {}
     local = shape
-    lying = major_to_minor(shape)
     for k in order:
         n = axes[k].size
         taken = _dims(*found.values())
@@ -149,6 +160,17 @@ def filled(block: tuple[int, ...], order: Sequence[int]) -> int:
 
 
 _SAVED = 4 / 3  # an order other than the shape's own is taken into account if it saves a quarter
+
+
+def order_in_memory(shape: tuple[int, ...], layout: Layout, axes: tuple[Axis, ...]) -> tuple[int, ...]:
+    """From major to minor, the order of dimensions for which a leaf is cut.
+
+    As the compiler would lay it out, unless blocks end inside of a tile so. (On v5e:16x16 an attention kernel of
+    [1024, 16, 64] leaves too little for whole tiles: there it is better cut into rows, and transposed.)
+    """
+    order, block = major_to_minor(shape), block_shape(shape, layout, axes)
+    whole = not any(cuts_tiles(block, d, order) for d in _dims(*layout))
+    return order if whole else tuple(range(len(shape)))
 
 
 @functools.cache
