@@ -29,6 +29,13 @@ def enormous():
     return mlp(2**34)
 
 
+def left_to_xla():
+    import shardstep
+
+    step, args = mlp()
+    return shardstep.shard(step, options=shardstep.Options(engine="annotate")), args
+
+
 def weights_sharded():
     import shardstep
 

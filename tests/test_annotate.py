@@ -47,6 +47,20 @@ def test_weights_may_rest_sharded_too():
     assert weights["w1"].sharding.spec == PartitionSpec("data")
 
 
+def test_without_sharded_state_xla_sends_what_it_always_did():
+    """A leaf that would have to be padded rests whole under XLA. If all of them do, there is nothing to gather."""
+    odd = jnp.ones((13, 11))
+
+    def step(state, x):
+        gradient = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(state[0])
+        moment = 0.9 * state[1] + gradient
+        return state[0] - moment, moment
+
+    options = Options(engine="annotate", min_shard_bytes=64)
+    plan = shardstep.shard(step, mesh_of(8), options=options).plan((odd, odd), jnp.ones((16, 13)))
+    assert plan.wire_bytes.sharded == plan.wire_bytes.replicated and plan.state_bytes.ratio == 1
+
+
 def test_the_plan_says_so(annotated):
     plan = annotated.plan(adam_state(), batch())
     assert plan.engine == "annotate" and plan.why_engine == "as asked"

@@ -134,6 +134,13 @@ def test_explain_names_what_was_not_sharded_and_what_to_do(main):
     assert "Not sharded" in out and "fft" in out and "programs.py" in out and "another dimension" in out
 
 
+def test_explain_says_when_the_step_is_left_to_xla(main):
+    status, out, _ = main("explain", f"{PROGRAMS}:left_to_xla")
+    assert status == 0
+    assert "Note: the step is left to XLA: as asked" in out and "chooses its collectives" in out
+    assert "Nothing is sent" not in out and "No fallbacks" not in out
+
+
 def test_json_is_the_plan(main):
     _, out, _ = main("explain", f"{PROGRAMS}:mlp", "--json")
     shown = json.loads(out)
@@ -165,7 +172,7 @@ def test_a_module_is_named_like_a_file(main, monkeypatch):
         ("no_such_module:mlp", 2, "there is no module 'no_such_module'"),
         ("programs.py", 2, "path.py:factory"),
         (f"{PROGRAMS}:nothing", 2, "has no 'nothing'"),
-        (f"{PROGRAMS}:NOT_A_FUNCTION", 2, "is a int, not a function"),
+        (f"{PROGRAMS}:NOT_A_FUNCTION", 2, "is an int, not a function"),
         (f"{PROGRAMS}:raises", 1, "RuntimeError: the data set is not here"),
         (f"{PROGRAMS}:returns_a_number", 1, "must return (step, example_args)"),
     ],
@@ -270,6 +277,8 @@ def test_help_has_examples(command, capsys):
         (["demo", "--model", "oracle"], "invalid choice"),
         (["explain"], "PROGRAM"),
         (["check", "x:y", "--tolerance", "-1"], "no tolerance"),
+        (["check", "x:y", "--tolerance", "much"], "'much' is no number"),
+        (["demo", "--steps", "few"], "'few' is no whole number"),
         (["bench", "x:y", "--steps", "0"], "0 is not positive"),
         (["fly"], "invalid choice"),
     ],
@@ -295,9 +304,18 @@ def test_an_error_is_one_line_unless_a_traceback_is_asked_for(monkeypatch, capsy
 
     monkeypatch.setattr(cli, "run_demo", fail)
     assert cli.main(["demo"]) == 1
-    assert "shardstep: ValueError: no such thing" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "shardstep: ValueError: no such thing" in said
+    assert f"{__file__}:" in said and "(fail)" in said  # the user's own line, not ours
     with pytest.raises(ValueError, match="no such thing"):
         cli.main(["demo", "--traceback"])
+
+
+@pytest.mark.parametrize("args", [("explain", f"{PROGRAMS}:mlp"), ("demo",)])
+def test_a_report_that_cannot_be_written_is_said_before_the_work(main, tmp_path, args):
+    for place, message in ((tmp_path / "nowhere" / "report.html", "no such directory"), (tmp_path, "is a directory")):
+        status, out, err = main(*args, "--html", place)
+        assert status == 2 and message in err and out == "" and "--traceback" not in err
 
 
 @pytest.mark.slow

@@ -300,3 +300,28 @@ def test_odd_vocabularies_are_sharded(replicas):
     plan = step.plan(jax.eval_shape(lambda: state_table.create(config)), {"input": tokens, "target": tokens})
     assert plan.auxiliary_share > 0.995
     assert plan.wire_bytes.ratio < 1.005  # the padding travels
+
+
+def plan_of_momentum(shape):
+    def step(state, x):
+        gradient = jax.grad(lambda w: jnp.mean((x @ w.reshape(shape[0], -1)) ** 2))(state[0])
+        moment = 0.9 * state[1] + gradient
+        return state[0] - moment, moment
+
+    leaf = jax.ShapeDtypeStruct(shape, jnp.float32)
+    sharded = shardstep.shard(step, mesh_of(8), options=Options(min_shard_bytes=64))
+    return sharded.plan((leaf, leaf), jax.ShapeDtypeStruct((16, shape[0]), jnp.float32))
+
+
+def test_padding_is_given_up_where_it_makes_the_step_send_more():
+    """Eight replicas and no dimension above five: padded, a leaf would be 1.6 times as large, and all of it travels."""
+    plan = plan_of_momentum((5, 5, 5, 5, 5, 5))
+    moment = plan.leaves[1]
+    assert moment.layout == "replicated" and "padded so much that more is sent" in moment.reason
+    assert plan.wire_bytes.sharded == plan.wire_bytes.replicated and plan.engine == "rewrite"
+
+
+def test_a_little_padding_is_kept():
+    plan = plan_of_momentum((5, 5, 5, 127))
+    assert "padded to 128" in plan.leaves[1].layout
+    assert plan.wire_bytes.sharded <= 1.01 * plan.wire_bytes.replicated

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from steps import adam_state, adam_step, assert_same, batch, loss, mesh_of, weights
 
 import shardstep
+from shardstep.program import flatten
 from shardstep.propagate import Forward
 from shardstep.rules import Decision
 from shardstep.rules.core import splits
@@ -376,3 +377,14 @@ def nested_loops(depth):
 def test_a_loop_around_a_loop_adds_to_the_work_and_does_not_multiply_it(calls):
     two, three, four = (calls("run", lambda d=d: plan_for(*nested_loops(d))) for d in (2, 3, 4))
     assert four - three <= three - two + 2
+
+
+def test_equations_of_a_library_inside_a_loop_have_the_users_line():
+    """`jnp.diag` is traced by JAX, in a `jit` of its own: only the loop around it was written by the user."""
+
+    def step(x):
+        return jax.lax.fori_loop(0, 3, lambda i, y: y + jnp.diag(y).sum(), x)
+
+    equations = list(flatten(jax.make_jaxpr(step)(jnp.eye(4))).walk())
+    assert "gather" in {str(e.primitive) for e in equations}
+    assert all("test_plan.py" in e.line for e in equations)

@@ -1,5 +1,6 @@
 """The report in real headless Chromium: it renders, sorts, filters, asks for nothing, and fits the screen."""
 
+import dataclasses
 import json
 import re
 from html.parser import HTMLParser
@@ -11,7 +12,8 @@ from browser import CHROMIUM, chromium, opened
 
 import shardstep
 from shardstep import Options
-from shardstep.report.html import page
+from shardstep.plan import Total
+from shardstep.report.html import headline, page
 
 HOSTILE = "</script><img src=x onerror=alert(1)>&amp;"
 
@@ -181,3 +183,20 @@ def test_data_is_json_whatever_the_names(plan):
     assert sum(data["memory"][1]["parts"].values()) == plan.state_bytes.sharded
     assert sum(data["wire"][0]["parts"].values()) == pytest.approx(plan.wire_bytes.replicated)
     assert sum(data["wire"][1]["parts"].values()) == pytest.approx(plan.wire_bytes.sharded)
+
+
+def test_a_step_that_is_left_to_xla_says_so(browser, plan, tmp_path):
+    """No empty pictures and tables: its collectives are XLA's."""
+    left = dataclasses.replace(plan, engine="annotate", why_engine="because", timeline=(), collectives=(), update=())
+    left.to_html(tmp_path / "left.html")
+    with opened(browser, tmp_path / "left.html") as page:
+        assert "the step is left to XLA: because" in page.inner_text("#notes")
+        assert "XLA partitions this step" in page.inner_text("#after")
+        assert page.is_hidden("#collectives") and page.is_hidden("#update-section")
+        assert page.is_visible("#left") and not page.troubles
+
+
+def test_figures_that_got_worse_do_not_look_better(plan):
+    worse = dataclasses.replace(plan, wire_bytes=Total(100.0, 150.0), state_bytes=Total(100.0, 50.0))
+    assert [card["verdict"] for card in headline(worse)][:2] == ["better", "worse"]
+    assert "\u00a0" in headline(worse)[0]["value"]  # no line break between a number and its unit

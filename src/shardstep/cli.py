@@ -10,8 +10,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import sysconfig
+import traceback
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,8 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.traceback:
             raise
         print(f"shardstep: {describe(error)}", file=sys.stderr)
-        print("(add --traceback to see where)", file=sys.stderr)
-        return 2 if isinstance(error, UsageError) else 1
+        if isinstance(error, UsageError):
+            return 2
+        print(f"({user_line(error)}add --traceback to see where)", file=sys.stderr)
+        return 1
 
 
 def describe(error: Exception) -> str:
@@ -38,6 +43,17 @@ def describe(error: Exception) -> str:
     from .errors import ShardstepError
 
     return str(error) if isinstance(error, ShardstepError) else f"{type(error).__name__}: {error}"
+
+
+def user_line(error: Exception) -> str:
+    """The innermost line of the user's own program that an error came through, if there is one."""
+    ours = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), "<")  # the virtual environment's packages aside
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(ours) and "-packages" not in frame.filename
+    ]
+    return f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].name}); " if frames else ""
 
 
 EXPLAIN = """\
@@ -203,14 +219,20 @@ def simulate_devices(count: int) -> None:
 
 
 def positive(text: str) -> int:
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is not positive")
     return number
 
 
 def tolerance(text: str) -> float:
-    number = float(text)
+    try:
+        number = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
     if not number >= 0:
         raise argparse.ArgumentTypeError(f"{number} is no tolerance")
     return number

@@ -29,6 +29,11 @@ class Choice(NamedTuple):
     why: str
 
 
+def enough(ours: float, replicated: float) -> bool:
+    """Does the rewritten step send no more than the replicated one, messages of a few bytes apart?"""
+    return ours <= ENOUGH * replicated + 1024
+
+
 def sent(schedule: Schedule) -> float:
     """Bytes that a replica sends in one step."""
     return sum(c.total for c in schedule.collectives)
@@ -51,7 +56,7 @@ def choose(
         _check_annotates(axis_name, uneven, explicit)
     if asked != "auto":
         return Choice(asked, "as asked")
-    if ours <= ENOUGH * replicated + 1024:
+    if enough(ours, replicated):
         return Choice("rewrite", "sends no more than the replicated step")
     more = f"rewritten, the step sends {size(ours)}, {ours / replicated:.2f} times as much as replicated"
     if axis_name is not None:

@@ -28,8 +28,13 @@ from .layout import (
 TILE = (16, 128)  # bfloat16's; float32 has (8, 128), but a bfloat16 weight and its float32 moments must agree
 
 
-def split_layout(array: Array, axes: tuple[Axis, ...], shared: tuple[bool, ...], tiled: bool = False) -> Layout | None:
-    """How a leaf rests when it is split along the shared axes; None if it has no dimension to split."""
+def split_layout(
+    array: Array, axes: tuple[Axis, ...], shared: tuple[bool, ...], tiled: bool = False, room: float = math.inf
+) -> Layout | None:
+    """How a leaf rests when it is split along the shared axes; None if it has no dimension to split.
+
+    Padded, it may take `room` times as many elements: all of them travel.
+    """
     sharded = [k for k in range(len(axes)) if shared[k]]
     if tiled:
         found = _whole_tiles(array.shape, axes, sharded[::-1])
@@ -41,8 +46,9 @@ def split_layout(array: Array, axes: tuple[Axis, ...], shared: tuple[bool, ...],
     if tiled or not dims:
         return None
     n = math.prod(axes[k].size for k in sharded)
-    least = min(dims, key=lambda d: -(-array.shape[d] // n) * n / array.shape[d])
-    return split_on(array.shape, least, axes, shared)
+    taken = {d: -(-array.shape[d] // n) * n / array.shape[d] for d in dims}
+    least = min(dims, key=taken.__getitem__)
+    return split_on(array.shape, least, axes, shared) if taken[least] <= room else None
 
 
 def split_on(
@@ -99,7 +105,7 @@ def _own_dimensions(shape: tuple[int, ...], axes: tuple[Axis, ...], sharded: lis
 
 
 _PADDED = 2.0  # a padded leaf is no plain array at rest: only for half the memory,
-_WASTE = 1.1  # and only where little of it is padding
+WASTE = 1.1  # and only where little of it is padding
 
 
 def _whole_tiles(
@@ -133,7 +139,7 @@ def _cut_to(
         closed = {p.dim for p in found.values() if isinstance(p, Split) and p.extent}  # nothing nests in padding
         if k in outer:
             closed |= _dims(found.get(order[0]))
-        splits = [s for s in splits if s.extent <= _WASTE * local[s.dim] and s.dim not in closed]
+        splits = [s for s in splits if s.extent <= WASTE * local[s.dim] and s.dim not in closed]
         memory = {s: filled(local_shape(local, s, n), lying) * (_PADDED if s.extent else 1) for s in splits}
         ragged = {s: cuts_tiles(local_shape(local, s, n), s.dim, lying) for s in splits}
         best = min(splits, key=lambda s: (memory[s], ragged[s], s.dim != lying[-1], s.dim), default=None)

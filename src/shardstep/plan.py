@@ -35,7 +35,7 @@ from .layout import (
     show,
 )
 from .options import Options
-from .placement import split_layout, split_on
+from .placement import WASTE, split_layout, split_on
 from .precision import travel_in
 from .prediction import axis_times, update_time, wire_time
 from .program import Atom, Var
@@ -201,10 +201,20 @@ def decide(captured: Captured, replicas: Replicas, weights: str, options: Option
     baseline = _baseline(captured, replicas.axes, known)
     chosen, why = choose_weights(weights, options, replicas.topology.platform)
     small = _small_bytes(captured, roles, replicas, options)
-    rested, reasons = _attempt(captured, replicas, roles, unsharded, chosen, small, options, known)
+
+    def attempt(weights: str) -> tuple[Schedule, list[str]]:
+        """With padding where that is needed; with less of it, if it is padding that makes the step send more."""
+        before = engines.sent(baseline)
+        found = _attempt(captured, replicas, roles, unsharded, weights, small, options, known)
+        if engines.enough(engines.sent(found[0]), before) or not _padded(captured, found[0]):
+            return found
+        other = _attempt(captured, replicas, roles, unsharded, weights, small, options, known, room=WASTE)
+        return other if engines.enough(engines.sent(other[0]), before) else found
+
+    rested, reasons = attempt(chosen)
     if weights == "auto" and options.gather_dtype is None and _is_doubtful(chosen, rested, baseline):
         instead, because, margin = _INSTEAD[chosen]
-        other, others = _attempt(captured, replicas, roles, unsharded, instead, small, options, known)
+        other, others = attempt(instead)
         if engines.sent(other) < margin * engines.sent(rested):
             rested, reasons, chosen, why = other, others, instead, because
     return _with_engine(captured, replicas, roles, small, options, baseline, rested, reasons, chosen, why)
@@ -219,15 +229,19 @@ def _attempt(
     small: int,
     options: Options,
     known: Situations,
+    room: float = math.inf,
 ) -> tuple[Schedule, list[str]]:
-    """The step with its weights resting so, and why each leaf rests as it does."""
+    """The step with its weights resting so, and why each leaf rests as it does.
+
+    A leaf that padding would make more than `room` times as large rests whole.
+    """
     program, axes = captured.program, replicas.axes
     examples = _examples(captured, axes)
     uses = program.uses
     rests = []
     for i, (var, role) in enumerate(zip(program.inputs, roles, strict=True)):
         updating = role == "frozen" and uses[var] > 1 and i not in unsharded.met_batch  # the update alone reads it
-        rest = _rest(var.array, "auxiliary" if updating else role, weights, replicas, small, captured.kept[i])
+        rest = _rest(var.array, "auxiliary" if updating else role, weights, replicas, small, captured.kept[i], room)
         rests.append(rest)
     alone = bucket_bytes(options.bucket_bytes, replicas.topology.platform)
     rests = _take_turns(captured, replicas, roles, rests, alone)
@@ -275,15 +289,17 @@ def _with_engine(
     updated = [
         v.array for v, role in zip(program.inputs, roles, strict=True) if role == "weight" and v.array.nbytes >= small
     ]
-    left_to_xla = engines.estimate(baseline, rested, updated, replicas.count)
-    uneven = any(is_padded(p) for i in captured.batch for p in rested.inputs[i])
+    everywhere = whole(rested.axes)
+    unpadded = tuple(engines.unpadded(layout, everywhere) for layout in rested.inputs)
     ours, theirs = engines.sent(rested), engines.sent(baseline)
+    shares = any(unpadded[i] != everywhere for i in captured.state)  # or else XLA runs the replicated step
+    left_to_xla = engines.estimate(baseline, rested, updated, replicas.count) if shares else theirs
+    uneven = any(is_padded(p) for i in captured.batch for p in rested.inputs[i])
     typed = meshes.explicit(replicas.user_mesh) is not None
     choice = engines.choose(options.engine, captured.axis_name, uneven, ours, theirs, left_to_xla, typed)
     inputs, outputs = rested.inputs, rested.outputs
     if choice.engine == "annotate":
-        everywhere, ours = whole(rested.axes), left_to_xla
-        unpadded = tuple(engines.unpadded(layout, everywhere) for layout in inputs)
+        ours = left_to_xla
         reasons = [r if a == b else f"{r}; XLA does not pad" for r, a, b in zip(reasons, inputs, unpadded, strict=True)]
         inputs = unpadded
         resting = {o: inputs[i] for i, o in captured.state.items()}
@@ -473,7 +489,19 @@ def _small_bytes(captured: Captured, roles: Sequence[str], replicas: Replicas, o
 _WHY_SPLIT = "only the update reads it (split: a partial sum would rest whole on every replica)"
 
 
-def _rest(array: Array, role: str, weights: str, replicas: Replicas, small: int, kept: Kept = ()) -> tuple[Layout, str]:
+def _padded(captured: Captured, decided: Schedule) -> bool:
+    return any(is_padded(p) for i in captured.state for p in decided.inputs[i])
+
+
+def _rest(
+    array: Array,
+    role: str,
+    weights: str,
+    replicas: Replicas,
+    small: int,
+    kept: Kept = (),
+    room: float = math.inf,
+) -> tuple[Layout, str]:
     axes, shared = replicas.axes, replicas.shared
     everywhere = whole(axes)
     if role == "batch":
@@ -487,7 +515,10 @@ def _rest(array: Array, role: str, weights: str, replicas: Replicas, small: int,
     if array.nbytes < small:
         return everywhere, f"small: {array.nbytes} bytes, below min_shard_bytes={small}"
     free = tuple(1 if d < len(kept) and kept[d] else size for d, size in enumerate(array.shape))
-    layout = split_layout(Array(free, array.dtype), axes, shared, replicas.topology.tiled)
+    leaf, tiled = Array(free, array.dtype), replicas.topology.tiled
+    layout = split_layout(leaf, axes, shared, tiled, room)
+    if layout is None and room < math.inf and split_layout(leaf, axes, shared, tiled) is not None:
+        return everywhere, f"{list(array.shape)} would have to be padded so much that more is sent than before"
     if layout is None:
         besides = f" that is free ({show_kept(kept)})" if kept else ""
         return everywhere, f"{list(array.shape)} has no dimension{besides} to split"

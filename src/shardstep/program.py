@@ -133,12 +133,15 @@ _BODIES: dict[Any, Callable[[Mapping[str, Any]], Sequence[Any]]] = {
 }
 
 
-def flatten(jaxpr: Any) -> Program:
-    """Inline the calls of a closed jaxpr and drop what nothing reads."""
+def flatten(jaxpr: Any, calls: tuple[Any, ...] = ()) -> Program:
+    """Inline the calls of a closed jaxpr and drop what nothing reads.
+
+    `calls` say where the loop or branch was written that it is the body of.
+    """
     closed, constants = compat.open_jaxpr(jaxpr)
     inputs = tuple(Var(_array(v)) for v in closed.invars)
     builder = _Builder()
-    outputs = builder.inline(closed, constants, inputs)
+    outputs = builder.inline(closed, constants, inputs, calls)
     return prune(Program(inputs, tuple(outputs), tuple(builder.equations), tuple(builder.constants)))
 
 
@@ -218,7 +221,7 @@ class _Builder:
 
     def _equation(self, eqn: Any, inputs: list[Atom], sources: tuple[Any, ...]) -> Sequence[Atom]:
         outputs = tuple(Var(_array(v)) for v in eqn.outvars)
-        bodies = tuple(flatten(body) for body in _BODIES.get(eqn.primitive, lambda _: ())(eqn.params))
+        bodies = tuple(flatten(body, sources) for body in _BODIES.get(eqn.primitive, lambda _: ())(eqn.params))
         effects = frozenset(eqn.effects)
         params = eqn.params if eqn.primitive is _CONSTRAINT else _unplaced(eqn.params)
         self.equations.append(Equation(eqn.primitive, params, tuple(inputs), outputs, sources, bodies, effects))

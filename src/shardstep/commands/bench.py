@@ -27,8 +27,7 @@ from .explain import all_devices
 
 def bench(name: str, steps: int, out: str | None) -> int:
     """Measure the program `name` on all devices."""
-    if out is not None and not Path(out).resolve().parent.is_dir():
-        raise target.UsageError(f"--json {out}: there is no such directory")
+    target.require_place("--json", out)
     program = target.call(target.find(name))
     target.require_values(program, "bench")
     console = console_for()

@@ -32,6 +32,7 @@ class Explained:
 
 def explain(name: str, topology: str | None, every: bool, as_json: bool, html: str | None, compiled: bool) -> int:
     """Plan the program `name` for all devices, taken for those of a topology if one is named, and show the plan."""
+    target.require_place("--html", html)
     with undisturbed():
         found = plan_program(target.find(name), all_devices(), topology)
     plan, notes = found.plan, found.notes

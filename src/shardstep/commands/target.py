@@ -52,7 +52,7 @@ def find(name: str) -> Callable[[], Any]:
         known = ", ".join(n for n, f in vars(module).items() if callable(f) and not n.startswith("_")) or "nothing"
         raise UsageError(f"{where} has no {what!r}; callable in it: {known}")
     if not callable(factory):
-        raise UsageError(f"{name}: {what} is a {type(factory).__name__}, not a function")
+        raise UsageError(f"{name}: {what} is {_describe(factory)}, not a function")
     return factory
 
 
@@ -77,6 +77,14 @@ def _from_module(name: str) -> Any:
         if error.name and not name.startswith(error.name):
             raise  # the module is there, but something that it imports is not
         raise UsageError(f"there is no module {name!r} (a file is named path.py:factory)") from error
+
+
+def require_place(option: str, path: str | None) -> None:
+    """For a command that writes a file: say so before the work is done if it cannot be written."""
+    if path is not None and not Path(path).resolve().parent.is_dir():
+        raise UsageError(f"{option} {path}: there is no such directory")
+    if path is not None and Path(path).is_dir():
+        raise UsageError(f"{option} {path}: that is a directory")
 
 
 def call(factory: Callable[[], Any]) -> Target:
@@ -132,4 +140,5 @@ def _struct(shape: Any) -> jax.ShapeDtypeStruct:
 def _describe(made: Any) -> str:
     if isinstance(made, tuple):
         return f"a tuple of {len(made)}: {', '.join(type(x).__name__ for x in made)}"
-    return f"a {type(made).__name__}"
+    kind = type(made).__name__
+    return f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}"

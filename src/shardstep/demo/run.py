@@ -21,6 +21,7 @@ from rich.table import Table
 
 import shardstep
 
+from ..commands.target import require_place
 from ..report.terminal import console_for
 from . import model, vision
 from .optimizers import named
@@ -69,6 +70,7 @@ class Run:
 
 def demo(steps: int, name: str = "transformer", optimizer: str = "adamw", html: str = "shardstep-demo.html") -> bool:
     """Run the demo; did the two trainings agree?"""
+    require_place("--html", html)
     console = console_for()
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
     problem = PROBLEMS[name]()

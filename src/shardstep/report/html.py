@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from ..timeline import PHASES
-from .summary import advice, array, count, duration, groups, runs, short_line, size
+from .summary import LEFT_TO_XLA, advice, array, count, duration, groups, left_to_xla, runs, short_line, size
 
 if TYPE_CHECKING:
     from ..plan import Plan, Total
@@ -53,11 +53,12 @@ def _embedded(data: dict[str, Any]) -> str:
 def _data(plan: Plan, notes: Sequence[str]) -> dict[str, Any]:
     return {
         "headline": headline(plan),
-        "notes": [*plan.notes, *notes],
+        "notes": [*filter(None, [left_to_xla(plan)]), *plan.notes, *notes],
+        "left": f"{LEFT_TO_XLA}." if plan.engine == "annotate" else "",
         "memory": _memory(plan),
         "wire": [
             {"name": "replicated", "parts": _sent(plan.timeline_before)},
-            {"name": "sharded", "parts": _sent(plan.timeline)},
+            {"name": "sharded", "parts": _sent(plan.timeline) or {"estimated": plan.wire_bytes.sharded}},
         ],
         "before": [_segment(s) for s in plan.timeline_before],
         "after": [_segment(s) for s in plan.timeline],
@@ -108,28 +109,30 @@ def _by_source(lines: Sequence[Line]) -> dict[tuple[str, str], list[Line]]:
 
 
 def headline(plan: Plan) -> list[dict[str, str]]:
-    """The figures that come first."""
+    """The figures that come first, and whether a change is for the "better"."""
 
-    def card(name: str, total: Total) -> dict[str, str]:
-        change = f"{total.ratio:.0%} of before" if total.replicated else ""
-        return {"name": name, "value": f"{size(total.replicated)} → {size(total.sharded)}", "change": change}
+    def card(name: str, total: Total, show: Callable[[float], str], change: str = "") -> dict[str, str]:
+        if not change and total.replicated:
+            change = f"{total.ratio:.0%} of before"
+        verdict = "better" if total.ratio < 0.995 else "worse" if total.ratio > 1.005 else "same"
+        return {"name": name, "value": _arrow(total, show), "change": change, "verdict": verdict}
 
-    work, update, wire = plan.update_flops, plan.update_seconds, plan.wire_seconds
+    share = f"{plan.auxiliary_share:.1%}"
     return [
-        card("state a replica", plan.state_bytes),
-        card("sent in a step, a replica", plan.wire_bytes),
-        {
-            "name": "predicted update time",
-            "value": f"{duration(update.replicated)} → {duration(update.sharded)}",
-            "change": f"and on the wire {duration(wire.replicated)} → {duration(wire.sharded)}",
-        },
-        {
-            "name": "elements updated",
-            "value": f"{count(work.replicated)} → {count(work.sharded)}",
-            "change": f"{work.ratio:.0%} of before",
-        },
-        {"name": "optimizer state sharded", "value": f"{plan.auxiliary_share:.1%}", "change": ""},
+        card("state a replica", plan.state_bytes, size),
+        card("sent in a step, a replica", plan.wire_bytes, size),
+        card(
+            "predicted update time", plan.update_seconds, duration, f"on the wire {_arrow(plan.wire_seconds, duration)}"
+        ),
+        card("elements updated", plan.update_flops, count),
+        {"name": "optimizer state sharded", "value": share, "change": "", "verdict": "same"},
     ]
+
+
+def _arrow(total: Total, show: Callable[[float], str]) -> str:
+    """Before and after. A line may break in front of the arrow, but not between a number and its unit."""
+    before, after = (show(x).replace(" ", "\u00a0") for x in (total.replicated, total.sharded))
+    return f"{before} →\u00a0{after}"
 
 
 def _memory(plan: Plan) -> list[dict[str, Any]]:

@@ -108,7 +108,9 @@ def advice(fallback: Fallback) -> str:
     return "it mixes elements across the split; if much is gathered, let it work along another dimension"
 
 
-def whole_auxiliary(plan: Plan) -> list[Leaf]:
-    """State of the optimizer that rests whole on every replica all the same, largest first."""
-    kept = [leaf for leaf in plan.leaves if leaf.role == "auxiliary" and leaf.bytes_after >= leaf.bytes_before > 0]
-    return sorted(kept, key=lambda leaf: -leaf.bytes_before)
+LEFT_TO_XLA = "XLA partitions this step and chooses its collectives: step.lower(...).compile().as_text() shows them"
+
+
+def left_to_xla(plan: Plan) -> str:
+    """Why the step is not rewritten; empty where it is."""
+    return f"the step is left to XLA: {plan.why_engine}" if plan.engine == "annotate" else ""

@@ -10,7 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from .summary import advice, array, count, duration, groups, runs, short_line, size
+from .summary import LEFT_TO_XLA, advice, array, count, duration, groups, left_to_xla, runs, short_line, size
 
 if TYPE_CHECKING:
     from ..plan import Leaf, Plan, Total
@@ -30,9 +30,12 @@ def console_for() -> Console:
 def render(plan: Plan, every: bool = False, notes: Sequence[str] = ()) -> Iterator[RenderableType]:
     """The parts of the report, top to bottom."""
     yield headline(plan)
-    for note in (*plan.notes, *notes):
+    for note in filter(None, (left_to_xla(plan), *plan.notes, *notes)):
         yield Text(f"Note: {note}", style="yellow")
     yield leaf_table(plan, every)
+    if plan.engine == "annotate":
+        yield Text(f"{LEFT_TO_XLA}. The bytes sent are an estimate.\n")
+        return
     yield collective_table(plan, every)
     yield fallback_table(plan) if plan.fallbacks else Text("Everything that could be sharded is. No fallbacks.\n")
 

@@ -19,9 +19,9 @@ function size(bytes) {
 
 // --- headline --------------------------------------------------------------------------------------------------
 
-for (const { name, value, change } of data.headline) {
+for (const { name, value, change, verdict } of data.headline) {
   const card = element("div", undefined, "card");
-  card.append(element("div", name, "name"), element("div", value, "value"), element("div", change, "change"));
+  card.append(element("div", name, "name"), element("div", value, "value"), element("div", change, `change ${verdict}`));
   $("headline").append(card);
 }
 for (const note of data.notes) $("notes").append(element("div", note));
@@ -72,6 +72,7 @@ function stacked(id, bars) {
 const LONGEST = Math.max(...[...data.before, ...data.after].map((s) => s.bytes), 1);
 
 function inOrder(id, segments) {
+  if (!segments.length) return $(id).replaceChildren(element("p", data.left || "nothing to do", "hint"));
   const label = (s, i) => `${i + 1}. ${s.what}` + (s.collective && s.count > 1 ? ` ×${s.count}` : "");
   const trace = {
     type: "bar", orientation: "h", y: segments.map(label), x: segments.map((s) => s.bytes),
@@ -173,6 +174,8 @@ for (const role of new Set(data.leaves.map((leaf) => leaf.role))) $("role").appe
 for (const id of ["filter", "role"]) $(id).addEventListener("input", () => { pages = 1; showLeaves(); });
 $("more").addEventListener("click", () => { pages += 1; showLeaves(); });
 sortable("leaves", data.leaves, showLeaves);
+$("left").textContent = data.left;
+for (const [id, rows] of [["collectives", data.collectives], ["update-section", data.update]]) $(id).hidden = Boolean(data.left) && !rows.length;
 sortable("collectives", data.collectives, () => fill("collectives", data.collectives));
 sortable("fallbacks", data.fallbacks, () => fill("fallbacks", data.fallbacks));
 $("fallback-section").hidden = data.fallbacks.length === 0;
