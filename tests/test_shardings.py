@@ -235,8 +235,9 @@ def test_nothing_is_gathered_over_the_model_axis_for_the_update():
         text = sharded.lower(tensor_parallel(mesh), batch()).compile().as_text()
         return sorted(re.findall(rf"= f32\[([\d,]+)\]\S* {kind}\(", text))
 
-    assert shapes_of("reduce-scatter", 0) == ["16,64", "64,16"]  # (64 / 4, 128 / 2) and (128 / 2, 64 / 4)
-    assert shapes_of("all-gather", 0) == ["64,64", "64,64"]  # (64, 128 / 2) and (128 / 2, 64)
+    # (64 / 4, 128 / 2), and (128 / 2, 64 / 4) as a block
+    assert shapes_of("reduce-scatter", 0) == ["1,64,16", "16,64"]
+    assert shapes_of("all-gather", 0) == ["4,64,16", "64,64"]
     assert shapes_of("reduce-scatter", 2**20) == ["1,2048"]  # the same two, packed into one
 
 
