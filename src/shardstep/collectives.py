@@ -137,9 +137,10 @@ def moves(source: Layout, target: Layout, shape: tuple[int, ...], axes: tuple[Ax
 
     def ragged(k: int, left: Container[int]) -> bool:
         """Will blocks end inside of a tile if axis k is scattered now, and the others that are left are not yet?"""
+        if not axes[k].tiled:
+            return False
         held = tuple(REPLICATED if j in left and j != k else p for j, p in enumerate(target))
-        block = block_shape(shape, held, axes)
-        return axes[0].tiled and any(cuts_tiles(block, d, order) for d in _dims(target[k]))
+        return any(cuts_tiles(block_shape(shape, held, axes), d, order) for d in _dims(target[k]))
 
     for k in _nested(made, target, order, outer_first=True, late=ragged):
         yield Move(k, current[k], target[k])
