@@ -129,6 +129,10 @@ def test_the_smaller_of_both(ours, replicated, annotated, axis_name, uneven, eng
     assert ("times as much" in choice.why) == (ours > 1.02 * replicated)
 
 
+def test_what_xla_would_not_shard_at_all_is_rewritten():
+    assert engines.choose("auto", None, False, 107e6, 100e6, 100e6, shares=False).engine == "rewrite"
+
+
 def test_auto_leaves_a_step_to_xla_where_that_sends_less(monkeypatch):
     """If XLA were known to send nothing for a step whose rewriting sends more than replicated, it would get it."""
     monkeypatch.setattr(engines, "estimate", lambda *_: 1.0)

@@ -46,11 +46,13 @@ def choose(
     ours: float,
     replicated: float,
     annotated: float,
+    shares: bool = True,
     explicit: bool = False,
 ) -> Choice:
     """Which engine runs the step, given what a replica would send: rewritten, replicated, left to XLA.
 
-    `uneven`: the replicas do not divide the batch. `explicit`: shardings are part of the types around the step.
+    `uneven`: the replicas do not divide the batch. `shares`: would any state rest sharded, left to XLA? `explicit`:
+    shardings are part of the types around the step.
     """
     if asked == "annotate":
         _check_annotates(axis_name, uneven, explicit)
@@ -63,6 +65,8 @@ def choose(
         return Choice("rewrite", f"{more}; XLA cannot partition a per-replica step")
     if explicit:
         return Choice("rewrite", f"{more}; on a mesh with Explicit axes XLA leaves the partition to the step")
+    if not shares:
+        return Choice("rewrite", f"{more}; left to XLA, which does not pad, no state would rest sharded")
     if ours <= ENOUGH * annotated or uneven:
         return Choice("rewrite", f"{more}; left to XLA it would not send less")
     return Choice("annotate", f"{more}; left to XLA it should send {size(annotated)}")

@@ -105,7 +105,7 @@ def _own_dimensions(shape: tuple[int, ...], axes: tuple[Axis, ...], sharded: lis
 
 
 _PADDED = 2.0  # a padded leaf is no plain array at rest: only for half the memory,
-WASTE = 1.1  # and only where little of it is padding
+_WASTE = 1.1  # and only where little of it is padding
 
 
 def _whole_tiles(
@@ -139,7 +139,7 @@ def _cut_to(
         closed = {p.dim for p in found.values() if isinstance(p, Split) and p.extent}  # nothing nests in padding
         if k in outer:
             closed |= _dims(found.get(order[0]))
-        splits = [s for s in splits if s.extent <= WASTE * local[s.dim] and s.dim not in closed]
+        splits = [s for s in splits if s.extent <= _WASTE * local[s.dim] and s.dim not in closed]
         memory = {s: filled(local_shape(local, s, n), lying) * (_PADDED if s.extent else 1) for s in splits}
         ragged = {s: cuts_tiles(local_shape(local, s, n), s.dim, lying) for s in splits}
         best = min(splits, key=lambda s: (memory[s], ragged[s], s.dim != lying[-1], s.dim), default=None)

@@ -35,7 +35,7 @@ from .layout import (
     show,
 )
 from .options import Options
-from .placement import WASTE, split_layout, split_on
+from .placement import split_layout, split_on
 from .precision import travel_in
 from .prediction import axis_times, update_time, wire_time
 from .program import Atom, Var
@@ -203,12 +203,12 @@ def decide(captured: Captured, replicas: Replicas, weights: str, options: Option
     small = _small_bytes(captured, roles, replicas, options)
 
     def attempt(weights: str) -> tuple[Schedule, list[str]]:
-        """With padding where that is needed; with less of it, if it is padding that makes the step send more."""
+        """With padding where that is needed; without most of it, if it is padding that makes the step send more."""
         before = engines.sent(baseline)
         found = _attempt(captured, replicas, roles, unsharded, weights, small, options, known)
         if engines.enough(engines.sent(found[0]), before) or not _padded(captured, found[0]):
             return found
-        other = _attempt(captured, replicas, roles, unsharded, weights, small, options, known, room=WASTE)
+        other = _attempt(captured, replicas, roles, unsharded, weights, small, options, known, room=_ROOM)
         return other if engines.enough(engines.sent(other[0]), before) else found
 
     rested, reasons = attempt(chosen)
@@ -296,7 +296,7 @@ def _with_engine(
     left_to_xla = engines.estimate(baseline, rested, updated, replicas.count) if shares else theirs
     uneven = any(is_padded(p) for i in captured.batch for p in rested.inputs[i])
     typed = meshes.explicit(replicas.user_mesh) is not None
-    choice = engines.choose(options.engine, captured.axis_name, uneven, ours, theirs, left_to_xla, typed)
+    choice = engines.choose(options.engine, captured.axis_name, uneven, ours, theirs, left_to_xla, shares, typed)
     inputs, outputs = rested.inputs, rested.outputs
     if choice.engine == "annotate":
         ours = left_to_xla
@@ -487,6 +487,9 @@ def _small_bytes(captured: Captured, roles: Sequence[str], replicas: Replicas, o
 
 
 _WHY_SPLIT = "only the update reads it (split: a partial sum would rest whole on every replica)"
+
+
+_ROOM = 1.5  # what padding makes larger than this, and more costly to send than it was, is not worth sharding
 
 
 def _padded(captured: Captured, decided: Schedule) -> bool:
