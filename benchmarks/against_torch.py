@@ -42,8 +42,8 @@ HERE = ROOT / "benchmarks"
 TORCH = "torch==2.13.0"  # by the exact version pip finds a CPU build where one is laid out for it
 ENVIRONMENT = ROOT / ".venv-torch"
 # The first losses of every variant against those of the first one. They fall from 9 to 0.005 in three steps, for the
-# tokens are always the same: hence an absolute tolerance too.
-AGREE = {"rel_tol": 1e-4, "abs_tol": 1e-5}
+# tokens are always the same: hence an absolute tolerance too, a ten-thousandth of the first.
+AGREE = {"rel_tol": 1e-4, "abs_tol": 1e-3}
 
 
 # --- variants -------------------------------------------------------------------------------------------------------
