@@ -48,7 +48,7 @@ fuzz: $(VENV)/.installed-$(EXTRAS)
 	done; echo "== no counterexample in $$round rounds"
 
 docs: $(VENV)/.installed-docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # (with --quiet it would count no warnings)
 
 screenshots: $(VENV)/.installed-test $(VENV)/.installed-demo
 	$(BIN)/python docs/screenshots.py

@@ -46,9 +46,11 @@ def shard(
         step: the training step, unchanged: `(state, batch) -> (state, metrics)` in any order, jitted or not.
         mesh: where it runs; if None, that of `jax.set_mesh` around the call, else all devices on one axis `"data"`.
         axis: the mesh axis or axes that carry the batch; all of them if None.
-        batch_argnums, batch_argnames: the arguments that hold the examples, where they cannot be found by themselves.
+        batch_argnums: the arguments that hold the examples, where they cannot be found by themselves.
+        batch_argnames: the same, by name.
         batch_axis: the dimension that holds the examples, one for all or one per batch argument.
-        static_argnums, static_argnames: as for `jax.jit`.
+        static_argnums: as for `jax.jit`.
+        static_argnames: as for `jax.jit`.
         axis_name: set for a per-replica step, as for `pmap` or `shard_map`: the axis its collectives name.
         weights: how weights rest between steps: `"replicated"`, `"sharded"`, or `"auto"`.
         group: shard the state over groups of this many replicas, and all-reduce between the groups.
