@@ -30,7 +30,7 @@ def test_shardstep_in_two_processes_does_the_work_of_replicated_jit(tmp_path):
 
 def test_other_work_is_no_result():
     ours = against_torch.Measured(against_torch.VARIANTS[0], 2, first_losses=[9.0, 3.0])
-    other = against_torch.Measured(against_torch.VARIANTS[1], 2, first_losses=[9.0, 3.001])
+    other = against_torch.Measured(against_torch.VARIANTS[1], 2, first_losses=[9.0, 3.002])
     against_torch.check(ours, {"a": ours, "b": other})
     with pytest.raises(SystemExit, match="after 1 steps its loss is"):
         against_torch.check(other, {"a": ours, "b": other})
