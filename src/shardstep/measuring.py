@@ -44,9 +44,9 @@ SCHEMA = (
     "compile_s",
 )
 # How far losses may be apart, as a share of the first: the first, the second (which follows from one whole update), and
-# the third (which also follows from the moments that were carried over). They part by themselves where a model amplifies
-# rounding. In ResNet-50 with BatchNorm on 16 small images, weights that differ by 1e-7 have gradients that differ by up
-# to a third (the replicated program against itself); one update later its losses differ by 1e-3.
+# the third (which also follows from the moments that were carried over). They part by themselves where a model
+# amplifies rounding. In ResNet-50 with BatchNorm on 16 small images, weights that differ by 1e-7 have gradients that
+# differ by up to a third (the replicated program against itself); one update later its losses differ by 1e-3.
 AGREEMENT = (1e-3, 1e-2, 5e-2)
 SHARE_OF_MEMORY = 0.25  # all states together may take this much: at 0.5, on 24 GB, a cell was killed for want of memory
 
