@@ -255,9 +255,8 @@ class Rewritten:
             gathered = in_place.gathered_outputs(decided.schedule, replicas.topology.chip.near)
         self._run = jax.jit(
             jax.shard_map(
-                lambda *blocks: _replica(
-                    decided, gathered, len(inputs), *blocks
-                ),  # of a partial, jit would print the schedule
+                # no partial: of one, jit would print the schedule
+                lambda *blocks: _replica(decided, gathered, len(inputs), *blocks),
                 mesh=self.mesh,
                 in_specs=(*specs, *[PartitionSpec()] * len(self.constant_values)),
                 out_specs=tuple(outs),
