@@ -254,10 +254,11 @@ class Row:
 
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
-_FORMATTING = re.compile(
-    r"^(?:ROOT )?%?(?:\w+_)*?(?:copy|transpose|slice|dynamic-slice|dynamic_slice|pad|convert|reshape|bitcast)"
-    r"(?:_fusion|-done|-start)?(?:\.[\w.]+)? = "
+_MOVING = (
+    "copy|transpose|slice|dynamic-slice|dynamic-update-slice|pad|concatenate|convert_element_type|convert|reshape|"
+    "bitcast-convert|bitcast|constant|or"  # `or`, of a constant and a bitcast: how in_place.py writes a weight
 )
+_FORMATTING = re.compile(rf"^(?:ROOT )?%?(?:{_MOVING})(?:_(?:{_MOVING}))*(?:_fusion|-done|-start)?(?:\.[\w.]+)? = ")
 
 
 def cycles(text: str) -> tuple[float, float, float]:

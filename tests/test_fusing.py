@@ -88,9 +88,10 @@ def test_alone_when_asked(mesh):
     + [(Split(0), REPLICATED), (Split(1), REPLICATED), (Partial("max"), Split(1))]
     + [(Partial(), Split(1, extent=48)), (Split(1, extent=48), REPLICATED)],
 )
-def test_not_a_bit_changes(source, target, mesh):
-    """The same blocks, moved alone and packed."""
-    axes = (Axis(("data",), 8),)
+@pytest.mark.parametrize("tiled", [False, True])
+def test_not_a_bit_changes(source, target, tiled, mesh):
+    """The same blocks, moved alone and together."""
+    axes = (Axis(("data",), 8, tiled=tiled),)
     shapes = [(16, 8), (8, 24), (32, 40)]
     bundle = tuple(Transfer(Var(Array(s, jnp.float32)), (source,), (target,)) for s in shapes)
     held = [block_shape(s, (source,), axes) for s in shapes]

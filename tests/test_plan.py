@@ -208,6 +208,17 @@ def test_collectives_say_what_they_are_for_and_where(adam_plan):
     assert all(c.purpose == "output" for c in adam_plan.collectives if c.kind == "all-gather")
 
 
+def test_an_average_is_divided_behind_its_sum(mesh):
+    """As the step says it. (In front of the sum, the division would be work of its own for every small average.)"""
+
+    def step(scale, x):
+        mean = jnp.mean(x, 0)
+        return scale + jnp.mean(jnp.tanh(x - mean) * scale, 0), mean
+
+    planned = shardstep.shard(step, mesh, batch_argnums=1).plan(jnp.ones(32), jnp.ones((16, 32)))
+    assert [c.purpose for c in planned.collectives] == ["div", "div"]
+
+
 # -- to read and to keep ----------------------------------------------------------------------------------------------
 
 

@@ -79,10 +79,32 @@ def orders(shapes):  # from major to minor, how libtpu lays arguments out
     entry = re.search(r"entry_computation_layout={\\((.*?)\\)->", text)[1]
     return [[int(d) for d in found.split(",")][::-1] for found in re.findall(r"\\]{([\\d,]+):", entry)]
 
+def normalised(machine):  # each layer by mean and variance over the batch, as BatchNorm does
+    def loss(params, x):
+        for w in params:
+            y = x @ w
+            mean, square = jnp.mean(y, 0), jnp.mean(y * y, 0)
+            x = (y - mean) * jax.lax.rsqrt(square - mean * mean + 1e-3)
+        return jnp.sum(jnp.tanh(x) ** 2)
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=machine).devices
+    mesh = Mesh(np.array(sorted(devices, key=lambda d: d.id)), ("data",))
+    x = jax.ShapeDtypeStruct((8 * mesh.size, WIDTH), jnp.float32)
+    def descend(params, x):
+        return jax.tree.map(jnp.subtract, params, jax.grad(loss)(params, x))
+    sharded = shardstep.shard(descend, mesh)
+    lowered = sharded.lower(params, x)
+    found = collectives(lowered.compile().as_text())
+    return {
+        "planned": [c.tensors for c in sharded.plan(params, x).collectives if c.kind == "all-reduce"],
+        "compiled": [c.arrays for c in found if c.kind == "all-reduce"],
+        "packed": lowered.as_text().count("stablehlo.concatenate"),
+    }
+
 asked = [("v3:2x2", "replicated"), ("v3:2x2", "sharded"), ("v5e:4x4", "replicated"), ("v5e:4x4", "sharded"),
          ("v5p:2x2x2", "sharded"), ("v6e:2x4", "sharded")]
 found = {f"{machine} {weights}": compiled(machine, weights) for machine, weights in asked}
-print("RESULT" + json.dumps(found | {"orders": orders(json.loads(sys.argv[3]))}))
+found |= {"orders": orders(json.loads(sys.argv[3])), "normalised": normalised("v5e:2x2")}
+print("RESULT" + json.dumps(found))
 """
 
 
@@ -153,3 +175,10 @@ def test_tensors_take_turns_on_the_axes(programs, name):
     """The two gradients begin with different axes of the torus. Sharded weights need no copy for it."""
     assert len(programs[name]["first"]) == len(set(programs[name]["first"])) == LAYERS
     assert name.endswith("replicated") or programs[name]["copies"] == 0
+
+
+def test_small_sums_travel_together_and_are_not_packed(programs):
+    """The compiler sends what stands side by side in one message, without copying it."""
+    found = programs["normalised"]
+    assert not found["packed"] and max(found["planned"]) > 1
+    assert sorted(found["compiled"]) == sorted(found["planned"])

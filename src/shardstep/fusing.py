@@ -8,7 +8,7 @@ the compiler can overlap them with the backward pass one by one.
 where its value is made and where it is first read. A bundle stands where the first of its members is read; members are
 taken in the order in which they become ready, so that early gradients leave early.
 
-    all-reduce        ravel, concatenate, reduce, cut
+    all-reduce        ravel, concatenate, reduce, cut; on TPU side by side (see `_all_reduce`)
     reduce-scatter    (n, -1): row r is what replica r will keep; concatenate the rows, scatter, cut
     all-gather        ravel, concatenate, gather to (n, -1), cut the columns
 """
@@ -201,9 +201,17 @@ def _local(xs: Sequence[jax.Array], stage: Sequence[Move], axis: Axis) -> list[j
 
 
 def _all_reduce(xs: Sequence[jax.Array], stage: Sequence[Move], axis: Axis) -> list[jax.Array]:
-    whole = reduce(jnp.concatenate([x.ravel() for x in xs]), _op(stage[0]), axis)
-    cut = _cut(whole, [x.size for x in xs])
-    reduced = [y.reshape(x.shape) for y, x in zip(cut, xs, strict=True)]
+    """On TPU the compiler sends all-reduces that stand side by side in one message, and packs nothing.
+
+    (There any operation takes about 2,100 cycles however little it does. ResNet-50 has two small sums for each of its
+    53 normalisations, forward and backward: packing them took 430 of 4,660 thousand cycles on v6e:4x4.)
+    """
+    if axis.tiled:
+        reduced = [reduce(x, _op(stage[0]), axis) for x in xs]
+    else:
+        whole = reduce(jnp.concatenate([x.ravel() for x in xs]), _op(stage[0]), axis)
+        cut = _cut(whole, [x.size for x in xs])
+        reduced = [y.reshape(x.shape) for y, x in zip(cut, xs, strict=True)]
     return [
         y if m.target == REPLICATED else perform(y, Move(m.axis, REPLICATED, m.target), axis)
         for y, m in zip(reduced, stage, strict=True)

@@ -3,8 +3,9 @@
 f(split, split)          -> split         one split rules them all; replicated operands are sliced (free)
 f(batch split, split)    -> batch split   the state yields
 linear(partial)          -> partial       sum_i f(x_i) = f(sum_i x_i)
-partial + replicated     -> reduce first, where that sends no more: a large term among small ones costs their last bits
-widening cast(partial)   -> reduce first, where that sends no more: it is smaller before
+                         -> reduce first, where that sends no more: it is what the step says, it is smaller before a
+                            widening cast, and the compiler can fuse f with who reads it; in a sum with something
+                            replicated, a large term among small ones would cost their last bits
 nonlinear(partial)       -> reduce first
 """
 
@@ -42,15 +43,10 @@ def elementwise(linear: Linearity | None = None) -> Rule:
             return offers
         reduced = Decision((REPLICATED,) * len(placements), (REPLICATED,) * results)
         if linear and partials(placements) and (operands := linear(site, placements)):
-            deferred = Decision(operands, (partials(placements)[0],) * results)
-            return [reduced, deferred] if operands != placements or _widens(site) else [deferred]
+            return [reduced, Decision(operands, (partials(placements)[0],) * results)]
         return [reduced]
 
     return rule
-
-
-def _widens(site: Site) -> bool:
-    return site.outputs[0].dtype.itemsize > site.inputs[0].dtype.itemsize
 
 
 def _jointly(site: Site, placements: tuple[Placement, ...]) -> tuple[Placement, ...] | None:
