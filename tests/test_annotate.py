@@ -133,6 +133,14 @@ def test_what_xla_would_not_shard_at_all_is_rewritten():
     assert engines.choose("auto", None, False, 107e6, 100e6, 100e6, shares=False).engine == "rewrite"
 
 
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+def test_one_replica_runs_the_step_as_it_is(weights):
+    step = shardstep.shard(adam_step, mesh_of(1), weights=weights)
+    assert not collectives(step.lower(adam_state(), batch()).compile().as_text())
+    assert step.plan(adam_state(), batch()).engine == "annotate"
+    assert_same(step(adam_state(), batch()), jax.jit(adam_step)(adam_state(), batch()), tolerance=0)
+
+
 def test_auto_leaves_a_step_to_xla_where_that_sends_less(monkeypatch):
     """If XLA were known to send nothing for a step whose rewriting sends more than replicated, it would get it."""
     monkeypatch.setattr(engines, "estimate", lambda *_: 1.0)

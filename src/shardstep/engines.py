@@ -2,7 +2,8 @@
 
 The rewritten step sends no more than the replicated one, unless the step reads whole what is kept split: then gathers
 come on top. Where they would cost more than leaving the step to XLA, it is left to XLA: the "annotate" engine is plain
-`jax.jit` with the planned NamedShardings, and the optimizer's state still rests sharded.
+`jax.jit` with the planned NamedShardings, and the optimizer's state still rests sharded. A single replica has nothing to
+share, and runs the step as it is.
 """
 
 from __future__ import annotations
@@ -48,16 +49,19 @@ def choose(
     annotated: float,
     shares: bool = True,
     explicit: bool = False,
+    alone: bool = False,
 ) -> Choice:
     """Which engine runs the step, given what a replica would send: rewritten, replicated, left to XLA.
 
     `uneven`: the replicas do not divide the batch. `shares`: would any state rest sharded, left to XLA? `explicit`:
-    shardings are part of the types around the step.
+    shardings are part of the types around the step. `alone`: there is one replica.
     """
     if asked == "annotate":
         _check_annotates(axis_name, uneven, explicit)
     if asked != "auto":
         return Choice(asked, "as asked")
+    if alone and axis_name is None and not explicit:
+        return Choice("annotate", "one replica has nothing to share")
     if enough(ours, replicated):
         return Choice("rewrite", "sends no more than the replicated step")
     more = f"rewritten, the step sends {size(ours)}, {ours / replicated:.2f} times as much as replicated"

@@ -296,7 +296,8 @@ def _with_engine(
     left_to_xla = engines.estimate(baseline, rested, updated, replicas.count) if shares else theirs
     uneven = any(is_padded(p) for i in captured.batch for p in rested.inputs[i])
     typed = meshes.explicit(replicas.user_mesh) is not None
-    choice = engines.choose(options.engine, captured.axis_name, uneven, ours, theirs, left_to_xla, shares, typed)
+    alone = replicas.count == 1 and options.gather_dtype is None  # one replica rounds as well
+    choice = engines.choose(options.engine, captured.axis_name, uneven, ours, theirs, left_to_xla, shares, typed, alone)
     inputs, outputs = rested.inputs, rested.outputs
     if choice.engine == "annotate":
         ours = left_to_xla
@@ -440,9 +441,9 @@ _INSTEAD = {
 
 
 # What "auto" means, by measurement.
-# GPU: benchmarks/gpu_replica.py, H200, bf16 compute. A 1.3B transformer, one replica of 8: 45.3 ms a step sharded, 44.0
-# replicated, but 5.0 GB sent against 7.1 and 2.0 GB of state against 6.6; of 64: 41.0 ms against 42.9. Six 8192x8192
-# weights: 1.25 ms against 1.70.
+# GPU: benchmarks/gpu_replica.py, H200, bf16 compute. A 1.3B transformer, one replica of 8: 45.2 ms a step sharded, 44.2
+# replicated, but 5.0 GB sent against 7.1 and 2.0 GB of state against 6.6; of 64: 41.1 ms against 43.0. Six 8192x8192
+# weights: 1.23 ms against 1.69.
 # TPU: the compiler's estimates for 4 weights of 2048x2048, thousand cycles: 416 sharded, 1152 replicated on v3:4x4; 132
 # and 125 on v5e:4x4; 159 and 346 on v5p:4x4x4; a fifth to a quarter of the memory.
 # CPU: benchmarks/suite.py, 4 weights of 1024x1024 on 8 devices: 35 ms sharded, 43 replicated. But simulated devices are
