@@ -2,8 +2,8 @@
 
 The rewritten step sends no more than the replicated one, unless the step reads whole what is kept split: then gathers
 come on top. Where they would cost more than leaving the step to XLA, it is left to XLA: the "annotate" engine is plain
-`jax.jit` with the planned NamedShardings, and the optimizer's state still rests sharded. A single replica has nothing to
-share, and runs the step as it is.
+`jax.jit` with the planned NamedShardings, and the optimizer's state still rests sharded. A single replica has nothing
+to share, and runs the step as it is.
 """
 
 from __future__ import annotations
