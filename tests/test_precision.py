@@ -240,7 +240,7 @@ def test_on_tpu_the_plan_compares_with_an_all_reduce_in_bfloat16(weights, mesh):
         assert plan.engine == "rewrite"
 
 
-@pytest.mark.parametrize(("stored", "reduced_for"), [(jnp.float32, "convert_element_type"), (jnp.bfloat16, "sub")])
+@pytest.mark.parametrize(("stored", "reduced_for"), [(jnp.float32, "convert_element_type"), (jnp.bfloat16, "mul")])
 def test_a_whole_weight_is_no_term_of_a_sum(stored, reduced_for, mesh):
     """Plain SGD, weights whole: what is summed over replicas is the gradient, as small as it was made.
 

@@ -53,7 +53,8 @@ def test_options(options, mesh):
 
 @pytest.mark.parametrize("n", [1, 3, 8])
 def test_numbers_of_replicas(n):
-    assert_certified(shardstep.shard(adam_step, mesh_of(n)), adam_state(), batch())
+    options = shardstep.Options(engine="rewrite")  # one replica alone would run the step as it is
+    assert_certified(shardstep.shard(adam_step, mesh_of(n), options=options), adam_state(), batch())
 
 
 def test_several_axes():
