@@ -254,6 +254,7 @@ class Row:
 
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_UNKNOWN = 2**63 - 1  # what the compiler says of work on the SparseCores, a lookup on v5p for one
 _MOVING = (
     "copy|transpose|slice|dynamic-slice|dynamic-update-slice|pad|concatenate|convert_element_type|convert|reshape|"
     "bitcast-convert|bitcast|constant|or"  # `or`, of a constant and a bitcast: how in_place.py writes a weight
@@ -265,8 +266,7 @@ def cycles(text: str) -> tuple[float, float, float]:
     """The compiler's estimate in thousands of cycles: update, copies, rest."""
     update = copies = rest = 0
     for line in map(str.strip, text.splitlines()):
-        if found := _CYCLES.search(line):
-            spent = int(found[1])
+        if (found := _CYCLES.search(line)) and (spent := int(found[1])) != _UNKNOWN:
             if _FORMATTING.match(line):
                 copies += spent
             elif f"/{UPDATE}/" in line:
