@@ -141,6 +141,19 @@ def test_one_replica_runs_the_step_as_it_is(weights):
     assert_same(step(adam_state(), batch()), jax.jit(adam_step)(adam_state(), batch()), tolerance=0)
 
 
+@pytest.mark.parametrize("how", [{"axis_name": "i"}, {"explicit": True}])
+def test_one_replica_is_rewritten_where_xla_cannot_have_it(how):
+    given = {"axis_name": None, **how}
+    assert (
+        engines.choose("auto", uneven=False, ours=0, replicated=0, annotated=0, alone=True, **given).engine == "rewrite"
+    )
+
+
+def test_one_replica_rounds_as_many_do():
+    step = shardstep.shard(adam_step, mesh_of(1), weights="sharded", options=Options(gather_dtype=jnp.bfloat16))
+    assert step.plan(adam_state(), batch()).engine == "rewrite"
+
+
 def test_auto_leaves_a_step_to_xla_where_that_sends_less(monkeypatch):
     """If XLA were known to send nothing for a step whose rewriting sends more than replicated, it would get it."""
     monkeypatch.setattr(engines, "estimate", lambda *_: 1.0)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tpu_aot import cycles
 from tpu_goals import indexed, missing, summary, verdicts
 
 ROOT = Path(__file__).parent.parent
@@ -78,3 +79,18 @@ def test_the_table_of_the_docs_is_made_of_the_committed_rows():
     page = tpu_results.on_page_markdown((ROOT / "docs" / "tpu.md").read_text())
     assert "{{" not in page and result["about"]["libtpu"] in page
     assert page.count("\n| v") == len(result["rows"])
+
+
+def test_cycles_are_told_apart():
+    """By the names that the compiler gives its operations: all of what moves data, or none of it."""
+
+    def line(name, spent, scope="jvp"):
+        return (
+            f'  %{name} = f32[8] fusion(%x), metadata={{op_name="jit(f)/{scope}/op"}}, "estimated_cycles":"{spent}"\n'
+        )
+
+    moving = ["copy.3", "slice_bitcast_fusion.1", "or_bitcast-convert_fusion", "convert_element_type.5", "copy-done.2"]
+    working = ["convolution_bitcast_fusion.4", "multiply_convert_fusion", "fusion.7", "or_and_fusion.1"]
+    text = "".join(line(name, 1000) for name in moving) + "".join(line(name, 10_000) for name in working)
+    text += line("add_fusion.2", 7000, "weight_update") + line("gather_offload_custom_fusion", 2**63 - 1)
+    assert cycles(text) == (7.0, 5.0, 40.0)
