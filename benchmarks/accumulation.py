@@ -41,8 +41,8 @@ from rich.table import Table
 from variants import annotated, sharded
 from workloads import State, dense
 
-from shardstep.hlo import Collective, collectives, counts
-from shardstep.measuring import Contender, Measured, measure, rows
+from shardstep._src.tools.hlo import Collective, collectives, counts
+from shardstep._src.tools.measuring import Contender, Measured, measure, rows
 
 # --- the workload ---------------------------------------------------------------------------------------------------
 

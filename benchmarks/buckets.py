@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from shardstep.fusing import transfer
-from shardstep.layout import REPLICATED, Array, Axis, Partial, Split
-from shardstep.program import Var
-from shardstep.schedule import Transfer
+from shardstep._src.core.layout import REPLICATED, Array, Axis, Partial, Split
+from shardstep._src.core.program import Var
+from shardstep._src.core.schedule import Transfer
+from shardstep._src.planning.buckets import transfer
 
 
 def program(mesh: Mesh, shape: tuple[int, int], count: int, packed: bool):

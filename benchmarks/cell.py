@@ -52,7 +52,7 @@ def measure(workload: str, optimizer: str, mesh: Any, steps: int, variants: Sequ
     from variants import FORWARD_BACKWARD, VARIANTS, default_of, forward_backward, variants_for
     from workloads import WORKLOADS
 
-    from shardstep.measuring import measure, rows
+    from shardstep._src.tools.measuring import measure, rows
 
     chosen = WORKLOADS[workload](mesh.size, optimizer)
     jax.eval_shape(chosen.step, jax.eval_shape(chosen.init), chosen.batch)  # what JAX caches of tracing, all find alike

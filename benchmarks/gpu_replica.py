@@ -187,7 +187,7 @@ def called(compiled: Any, variant: str) -> Callable[..., Any]:
 
 
 def inspect(step: Any, workload: Workload, shardings: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
-    from shardstep.hlo import collectives, counts, wire_bytes
+    from shardstep._src.tools.hlo import collectives, counts, wire_bytes
 
     compiled = step.lower(
         shaped((workload.params, workload.moments), shardings), shaped(workload.batch, batch)

@@ -39,7 +39,7 @@ class Training:
     def facts(self) -> dict[str, Any]:
         import jax
 
-        from shardstep.hlo import collectives, counts, wire_bytes
+        from shardstep._src.tools.hlo import collectives, counts, wire_bytes
 
         memory, found = self.compiled.memory_analysis(), collectives(self.compiled.as_text())
         return {

@@ -88,7 +88,7 @@ def call(mesh: Any, leaves: int, times: int) -> Row:
     from jax.sharding import NamedSharding, PartitionSpec
 
     import shardstep
-    from shardstep.measuring import circumstances
+    from shardstep._src.tools.measuring import circumstances
 
     step, shapes = momentum([(8,)] * (leaves // 2))
     batch = jax.device_put(np.ones((mesh.size, 1), np.float32), NamedSharding(mesh, PartitionSpec("data")))
@@ -127,8 +127,8 @@ def plan(mesh: Any, leaves: int) -> Row:
     import jax.numpy as jnp
 
     import shardstep
-    from shardstep.collector import undisturbed
-    from shardstep.measuring import circumstances, timed
+    from shardstep._src.core.gc_pause import undisturbed
+    from shardstep._src.tools.measuring import circumstances, timed
 
     step, state = deep(leaves // 3)
     batch = jax.ShapeDtypeStruct((64, 64), jnp.float32)

@@ -19,9 +19,9 @@ import optax
 from jax.sharding import Mesh
 
 import shardstep
-from shardstep.demo import model
-from shardstep.plan import Leaf, Plan
-from shardstep.report.summary import size
+from shardstep._src.planning.plan import Leaf, Plan
+from shardstep._src.tools.demo import model
+from shardstep._src.tools.report.summary import size
 
 CREATED, PLANNED = (7, 8, 12), (256,)
 ADAM = optax.adamw(1e-3)

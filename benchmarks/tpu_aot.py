@@ -48,8 +48,8 @@ from rich.table import Table
 from tpu_goals import indexed, summary
 
 import shardstep
-from shardstep.hlo import collectives, counts, wire_bytes
-from shardstep.topology import describe
+from shardstep._src.machine.topology import describe
+from shardstep._src.tools.hlo import collectives, counts, wire_bytes
 
 TOPOLOGIES = ("v3:4x4", "v5e:4x4", "v5e:16x16", "v5p:4x4x4", "v6e:4x4")
 OPTIMIZERS = {"adam": optax.adam(1e-3), "momentum": optax.sgd(1e-3, momentum=0.9), "sgd": optax.sgd(1e-3)}
@@ -285,7 +285,7 @@ def read(compiled: jax.stages.Compiled, seconds: float, **what: Any) -> Row:
     predicted = sum(
         machine.time(c.kind, c.bytes)
         if c.group == machine.replicas
-        else shardstep.topology.collective_time(c.kind, c.bytes, by_size[c.group])
+        else shardstep._src.machine.topology.collective_time(c.kind, c.bytes, by_size[c.group])
         for c in found
         if c.group == machine.replicas or c.group in by_size
     )

@@ -1,7 +1,7 @@
 """What one can do with a training step: plain data parallelism, annotations, shardstep, and an expert's own program.
 
-Each variant is a function of a workload and a mesh, and gives a contender for `shardstep.measuring`. All of them donate
-their state. "By the first divisible dimension" is the rule that everyone writes by hand.
+Each variant is a function of a workload and a mesh, and gives a contender for `shardstep._src.tools.measuring`.
+All of them donate their state. "By the first divisible dimension" is the rule that everyone writes by hand.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from optimization import OPTIMIZERS
 from workloads import State, Workload
 
 import shardstep
-from shardstep.measuring import Contender
+from shardstep._src.tools.measuring import Contender
 
 AXIS = "data"
 WHOLE, BY_EXAMPLE = PartitionSpec(), PartitionSpec(AXIS)

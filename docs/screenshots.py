@@ -29,7 +29,7 @@ def main() -> int:
     (HERE / "images").mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, chromium() as browser:
         report = Path(folder) / "report.html"
-        command = ["explain", "shardstep.demo.run:example", "--html", str(report)]
+        command = ["explain", "shardstep._src.tools.demo.run:example", "--html", str(report)]
         subprocess.run([sys.executable, "-m", "shardstep", *command], check=True, stdout=subprocess.DEVNULL)
         for name, width, height, theme in VIEWS:
             with opened(browser, report, width, height, theme) as page:

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardstep.layout import PARTIAL, REPLICATED, Array, Partial, Split, divides, is_padded, local_shape
-from shardstep.rules import Block, Local, Site, rule_for
-from shardstep.rules.core import filled, minds_padding
+from shardstep._src.core.layout import PARTIAL, REPLICATED, Array, Partial, Split, divides, is_padded, local_shape
+from shardstep._src.rules import Block, Local, Site, rule_for
+from shardstep._src.rules.contract import filled, minds_padding
 
 
 def cut(value, placement, n, rng):
@@ -154,7 +154,7 @@ def verify(fun, *args, n=3, outers=(1, 2), limit=400, only=None, wants=False):
 
 
 def _walk(jaxpr, args, n, outers, limit, only, wants, offered):
-    from shardstep.compat import open_jaxpr
+    from shardstep._src.core.compat import open_jaxpr
 
     consts = jaxpr.consts
     jaxpr, _ = open_jaxpr(jaxpr)

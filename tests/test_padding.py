@@ -116,7 +116,7 @@ def test_optimizers_on_padded_leaves():
 
 def test_poison_is_seen_without_the_fill(monkeypatch):
     """The tests above can fail: a rule that does not fill lets the poison through."""
-    from shardstep import interpreter
+    from shardstep._src.runtime import interpreter
 
     monkeypatch.setattr(interpreter, "filled", lambda x, *_: x)
     step, state = two_layers(11, 13, 7, OPTIMIZERS["lamb"]())  # reads the norm of each weight

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from steps import EXAMPLES, OPTIMIZER, adam_state, assert_same, batch, loss, mesh_of, split_leaves, update, weights
 
 import shardstep
-from shardstep.hlo import collectives
+from shardstep._src.tools.hlo import collectives
 
 STEPS = 3
 LARGEST = 96 * 64 * 4  # bytes of a large weight

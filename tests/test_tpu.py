@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from shardstep.placement import major_to_minor
+from shardstep._src.planning.placement import major_to_minor
 
 pytestmark = [
     pytest.mark.tpu,
@@ -34,7 +34,7 @@ import json, re, sys
 import jax, jax.numpy as jnp, numpy as np, optax
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from shardstep.hlo import collectives
+from shardstep._src.tools.hlo import collectives
 import shardstep
 
 WIDTH, LAYERS = int(sys.argv[1]), int(sys.argv[2])

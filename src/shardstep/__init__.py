@@ -3,15 +3,15 @@
 import importlib
 from typing import Any
 
-from .api import ShardedStep, shard
-from .check import check
-from .checkpoint import Saving, finish, latest_step, restore, save
-from .errors import ShardstepError
-from .options import Options
-from .padded import Padded
-from .plan import Plan
-from .rules import register_rule
-from .state import logical
+from ._src.api import ShardedStep, shard
+from ._src.checkpoint.saving import Saving, finish, latest_step, restore, save
+from ._src.core.errors import ShardstepError
+from ._src.core.options import Options
+from ._src.core.padded import Padded
+from ._src.planning.plan import Plan
+from ._src.rules import register_rule
+from ._src.runtime.placing import logical
+from ._src.tools.check import check
 
 __version__ = "0.1.0"
 
@@ -36,5 +36,5 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """`shardstep.nnx` and `shardstep.keras` import their frameworks, so they are imported when first used."""
     if name in ("nnx", "keras"):
-        return importlib.import_module(f".integrations.{name}", __name__)
+        return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,7 +16,7 @@ import jax
 import orbax.checkpoint as ocp
 from launch import EXAMPLE
 
-from shardstep import manifest
+from shardstep._src.checkpoint import manifest
 
 victim, where = int(sys.argv[1]), sys.argv[2]
 owner, name = {"writing": (ocp.CompositeCheckpointHandler, "async_save"), "sealing": (manifest, "write")}[where]

@@ -1,0 +1,126 @@
+"""Trace a step from the shapes of its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from ..core import meshes
+from ..core.errors import ShardstepError
+from .arguments import Argument, Call, Constant, abstract, is_array, shape_of
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    jaxpr: Any
+    out_tree: Any
+    out_shapes: tuple[Any, ...]  # of the array leaves
+    out_constants: tuple[tuple[int, Constant], ...]
+
+
+def trace_guessing(
+    step: Callable[..., Any], call: Call, arguments: Sequence[Argument], axis_name: str, replicas: int
+) -> Traced:
+    """Trace a per-replica step whose batch is not known yet.
+
+    Shapes of the state do not depend on the batch, so any batch size will do that the step can be traced with: a
+    replica's share of the arguments that have one leading dimension in common, or the whole batch.
+    """
+    guesses: list[dict[int, int]] = [{}]
+    for argument in arguments:
+        shapes = [shape_of(call.leaves[i])[0] for i in range(argument.start, argument.stop)]
+        sizes = {shape[0] for shape in shapes if shape}
+        if len(sizes) == 1 and all(shapes) and not next(iter(sizes)) % replicas:
+            mine = dict.fromkeys(range(argument.start, argument.stop), 0)
+            guesses += [{**guess, **mine} for guess in guesses[:8]]
+    for guess in guesses[1:]:
+        try:
+            return trace(step, call, axis_name, replicas, guess)
+        except (TypeError, ValueError):
+            continue
+    return trace(step, call, axis_name, replicas)
+
+
+def trace(
+    step: Callable[..., Any],
+    call: Call,
+    axis_name: str | None = None,
+    replicas: int = 1,
+    batch: dict[int, int] | None = None,
+    mesh: Mesh | None = None,
+) -> Traced:
+    """Trace a step; `mesh` is the user's.
+
+    Where shardings are types (Explicit axes), the step is read as ordinary code first. One that speaks of shardings
+    itself (`reshard`, `out_sharding=`) cannot be, and is read as `jax.jit` would read it.
+    """
+    typed = meshes.explicit(mesh) if mesh is not None and axis_name is None else None
+    if typed is None:
+        return _trace(step, call, axis_name, replicas, batch)
+    try:
+        with meshes.within(meshes.auto(typed)):
+            return _trace(step, call)
+    except Exception as ordinary:
+        try:
+            with meshes.within(typed, always=True):
+                return _trace(step, call, typed=typed)
+        except Exception as error:
+            if type(error) is type(ordinary):
+                raise ordinary from None
+            raise error from ordinary
+
+
+def _trace(
+    step: Callable[..., Any],
+    call: Call,
+    axis_name: str | None = None,
+    replicas: int = 1,
+    batch: dict[int, int] | None = None,
+    typed: AbstractMesh | None = None,
+) -> Traced:
+    found: dict[str, Any] = {}
+
+    def flat(*leaves: Any) -> list[Any]:
+        args, kwargs = call.rebuild(leaves)
+        out, found["tree"] = jax.tree.flatten(step(*args, **kwargs))
+        numbers = (bool, int, float, complex)
+        module = any(not is_array(x) and not isinstance(x, numbers) for x in out)
+        arrays = [is_array(x) or (isinstance(x, numbers) and not module) for x in out]
+        found["constants"] = tuple((i, Constant(x)) for i, (x, a) in enumerate(zip(out, arrays, strict=True)) if not a)
+        return [x for x, a in zip(out, arrays, strict=True) if a]
+
+    avals = [_local(abstract(leaf), (batch or {}).get(i), replicas) for i, leaf in enumerate(call.leaves)]
+    if typed is not None:
+        avals = [_with_sharding(aval, leaf, typed) for aval, leaf in zip(avals, call.leaves, strict=True)]
+    env = [(axis_name, replicas)] if axis_name is not None else None
+    try:
+        jaxpr, shapes = jax.make_jaxpr(flat, axis_env=env, return_shape=True)(*avals)
+    except NameError as error:
+        if "unbound axis name" not in str(error):
+            raise
+        raise ShardstepError(
+            f"the step uses a collective over an axis that is not bound ({error}). If it is a per-replica step, as for"
+            " pmap or shard_map, give its axis: shardstep.shard(step, mesh, axis_name=...)."
+        ) from error
+    return Traced(jaxpr, found["tree"], tuple(shapes), found["constants"])
+
+
+def _local(aval: jax.ShapeDtypeStruct, dim: int | None, replicas: int) -> jax.ShapeDtypeStruct:
+    if dim is None:
+        return aval
+    shape = list(aval.shape)
+    shape[dim] //= replicas
+    return jax.ShapeDtypeStruct(tuple(shape), aval.dtype, weak_type=aval.weak_type)
+
+
+def _with_sharding(aval: jax.ShapeDtypeStruct, leaf: Any, mesh: AbstractMesh) -> jax.ShapeDtypeStruct:
+    """With the argument's own sharding as its type, where it lies on this mesh."""
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.axis_names != mesh.axis_names:
+        return aval
+    sharding = NamedSharding(mesh, sharding.spec)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding)

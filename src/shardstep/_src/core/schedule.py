@@ -1,0 +1,219 @@
+"""What the planner decides, as frozen data: a program with a layout for every value."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from ..rules.contract import Emit
+from .layout import REPLICATED, Array, Axis, Layout, Partial, Placement, Replicated, Split, Varying, is_batch
+from .moves import cost, priced_moves, wire_dtype
+from .program import Equation, Program, Var
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What the readers of a value want of it along one axis.
+
+    Some want a certain split, some want it whole, some take any split (`any`: a sum does). `terms` counts the partial
+    values that are added up before they are read: they share one reduction. What is `due` leaves the program whole: it
+    will be gathered whoever reads it, so that readers may have it whole for nothing.
+    """
+
+    splits: tuple[Split, ...] = ()
+    full: bool = False
+    any: bool = False
+    terms: int = 1
+    due: bool = False
+
+    def __or__(self, other: Demand) -> Demand:
+        if other is NOTHING or self is NOTHING:
+            return self if other is NOTHING else other
+        splits = tuple(dict.fromkeys(self.splits + other.splits))
+        terms, due = min(self.terms, other.terms), self.due or other.due
+        return Demand(splits, self.full or other.full, self.any or other.any, terms, due)
+
+    def future(self, placement: Placement, array: Array, axis: Axis) -> float:
+        """Bytes that a value in this placement will still have to move to please its readers.
+
+        Where nobody said what they want, a value that is not whole is charged a quarter of what making it whole costs:
+        enough not to cut work into pieces that nobody asked for, too little to hurry a reduction that can wait.
+        """
+        if isinstance(placement, Replicated | Varying) or is_batch(placement):
+            return 0.0
+        wanted: Placement | None = self.splits[0] if self.splits else REPLICATED if self.full else None
+        if wanted is None:
+            whole = cost(placement, REPLICATED, array, axis)
+            return 0.0 if self.any and isinstance(placement, Split) else whole / 4
+        moved = 0.0
+        if isinstance(placement, Partial):
+            moved += cost(placement, wanted, array, axis) / self.terms
+            placement = wanted
+        elif self.splits and placement not in self.splits and not self.any:
+            moved += cost(placement, wanted, array, axis)
+        if self.full:
+            moved += cost(placement, REPLICATED, array, axis)
+        return moved
+
+
+NOTHING = Demand()
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One communication of the rewritten step."""
+
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: float  # that one replica sends, each time
+    axis: str
+    purpose: str
+    line: str
+    loop: str = ""  # the loop or branch it is inside of, if any
+    times: int = 1  # how often a step does it (a while loop counts once)
+    shapes: tuple[tuple[int, ...], ...] = ()  # of the values that travel in it
+
+    @property
+    def total(self) -> float:
+        return self.bytes * self.times
+
+    @property
+    def tensors(self) -> int:
+        """How many values travel in it."""
+        return len(self.shapes)
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """An equation that had to run whole on every replica."""
+
+    primitive: str
+    why: str
+    bytes: float
+    line: str
+
+
+@dataclass(frozen=True, eq=False)
+class Transfer:
+    """A value that replicas hold in one layout comes to be held in another too."""
+
+    var: Var
+    source: Layout
+    target: Layout
+    dtype: Any = None  # of its floats on the way, where it is not their own
+
+    @property
+    def array(self) -> Array:
+        """What travels."""
+        return self.var.array if self.dtype is None else Array(self.var.array.shape, self.dtype)
+
+
+Bundle = tuple[Transfer, ...]  # transfers that share their collectives
+
+
+@dataclass(frozen=True, eq=False)
+class Ruling:
+    """How an equation runs, decided along all axes. Equations in the same situation share one."""
+
+    operands: tuple[Layout, ...]
+    results: tuple[Layout, ...]
+    params: Mapping[str, Any]
+    blocks: tuple[Array, ...]  # the results as one replica makes them
+    emit: Emit | None = None
+    apart: bool = False  # each result depends on its own operand alone
+    gathered: bool = False  # no rule could keep its operands as they were
+    fill: tuple[str | None, ...] = ()  # what the padding of each operand is filled for, see `Decision`
+    visits: bool = False  # do examples give way to split state, see `Decision`?
+    homes: tuple[Layout, ...] = ()  # in which readers see the results, where that is not how they come
+
+    @property
+    def seen(self) -> tuple[Layout, ...]:
+        """The layouts in which readers see the results first."""
+        return self.homes or self.results
+
+    @functools.cached_property
+    def over_examples(self) -> bool:
+        return any(is_batch(p) for layout in self.operands + self.seen for p in layout)
+
+    @functools.cached_property
+    def elements_made(self) -> int:
+        """By one replica."""
+        return sum(block.size for block in self.blocks)
+
+    @functools.cached_property
+    def bytes_made(self) -> int:
+        return sum(block.nbytes for block in self.blocks)
+
+
+class Step(NamedTuple):
+    """One equation, decided."""
+
+    equation: Equation
+    ruling: Ruling
+    bodies: tuple[Schedule, ...] = ()
+    times: tuple[int, ...] = ()  # how often each body runs
+
+    @property
+    def operands(self) -> tuple[Layout, ...]:
+        return self.ruling.operands
+
+    @property
+    def results(self) -> tuple[Layout, ...]:
+        return self.ruling.results
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """A program, decided: how it runs and what it communicates."""
+
+    program: Program
+    axes: tuple[Axis, ...]
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    steps: tuple[Step, ...]
+    transfers: tuple[tuple[Bundle, ...], ...]  # in front of each step, and last in front of the outputs
+    fallbacks: tuple[Fallback, ...]
+    demands: tuple[tuple[Demand, ...], ...] = ()  # of the inputs
+    met_batch: frozenset[int] = frozenset()  # inputs that were read together with the examples
+
+    @functools.cached_property
+    def sent(self) -> tuple[tuple[Collective, ...], ...]:
+        """What is communicated in front of each step, and last in front of the outputs."""
+        readers = [*(step.equation for step in self.steps), None]
+        return tuple(
+            tuple(c for bundle in bundles for c in _communicated(bundle, reader, self.axes)) if bundles else ()
+            for reader, bundles in zip(readers, self.transfers, strict=True)
+        )
+
+    @functools.cached_property
+    def collectives(self) -> tuple[Collective, ...]:
+        """Everything that is communicated, in program order, what bodies communicate included."""
+        found = list(self.sent[0])
+        for step, sent in zip(self.steps, self.sent[1:], strict=True):
+            loop = f"{step.equation.primitive} at {step.equation.line}" if step.bodies else ""
+            for body, times in zip(step.bodies, step.times, strict=True):
+                found += [replace(c, loop=c.loop or loop, times=c.times * times) for c in body.collectives]
+            found += sent
+        return tuple(found)
+
+
+def _communicated(bundle: Bundle, reader: Equation | None, axes: tuple[Axis, ...]) -> Iterator[Collective]:
+    """The collectives of a bundle: its transfers make the same moves, and each move is one collective for all."""
+    for stage in zip(*(priced_moves(t.source, t.target, t.array, axes) for t in bundle), strict=True):
+        move = stage[0][0]
+        if move.kind == "local":
+            continue
+        elements = sum(t.array.size for t in bundle)
+        yield Collective(
+            kind=move.kind,
+            dtype=str(wire_dtype(move, bundle[0].array.dtype, move.over(axes))),
+            shape=bundle[0].array.shape if len(bundle) == 1 else (elements,),
+            bytes=sum(moved for _, moved in stage),
+            axis="+".join(move.over(axes).names),
+            purpose=str(reader.primitive) if reader else "output",
+            line=reader.line if reader else "",
+            shapes=tuple(t.array.shape for t in bundle),
+        )

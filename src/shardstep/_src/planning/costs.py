@@ -1,0 +1,73 @@
+"""What a schedule will take on a machine: seconds on the wire, seconds in the update.
+
+Both ignore overlap with other work: they compare programs, they do not promise step times.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from ..core.layout import Array, Axis, Layout, block_shape
+from ..core.program import Var
+from ..core.schedule import Collective, Schedule
+from ..machine.links import Ring, sent_time
+from ..machine.topology import Topology
+
+
+def wire_time(collectives: Iterable[Collective], axes: tuple[Axis, ...], topology: Topology) -> float:
+    """Seconds of all collectives, one after the other. One over several axes at once drives the links of all.
+
+    That is how the TPU compiler issues them unless told otherwise: see `axis_times` for what overlap could make of it.
+    """
+    return sum(_time(c, [topology.rings[k] for k in _along(c, axes)]) for c in collectives)
+
+
+def axis_times(collectives: Iterable[Collective], axes: tuple[Axis, ...], topology: Topology) -> list[float]:
+    """Seconds that the links of each axis are busy. If collectives overlap, the longest of these is all that it takes.
+
+    (TPU v5p and v6e overlap them where SparseCores are given the collectives: see docs/communication.md.)
+    """
+    busy = [0.0] * len(axes)
+    for c in collectives:
+        along = _along(c, axes)
+        for k in along:
+            busy[k] += _time(c, [topology.rings[j] for j in along])
+    return busy
+
+
+def _along(c: Collective, axes: tuple[Axis, ...]) -> list[int]:
+    names = set(c.axis.split("+"))
+    return [k for k, axis in enumerate(axes) if set(axis.names) <= names]
+
+
+def _time(c: Collective, rings: Sequence[Ring]) -> float:
+    return sent_time(c.kind, c.bytes, *rings) * c.times
+
+
+def update_time(schedule: Schedule, topology: Topology) -> float:
+    return topology.update_time(update_bytes(schedule))
+
+
+def update_bytes(schedule: Schedule) -> float:
+    """Bytes that a replica reads and writes in equations that do not run over the examples.
+
+    Compilers fuse an update: what enters it from outside is read once, what leaves it is written once.
+    """
+    made: dict[Var, Layout] = {}  # in the update itself
+    read: set[tuple[Var, Layout]] = set()
+    inside = 0.0
+    for step in schedule.steps:
+        if step.ruling.over_examples:
+            continue
+        inside += sum(update_bytes(body) for body in step.bodies)
+        for atom, layout in zip(step.equation.inputs, step.operands, strict=True):
+            if isinstance(atom, Var) and atom not in made and not step.bodies:
+                read.add((atom, layout))
+        made.update(zip(step.equation.outputs, step.results, strict=True))
+    written = {(atom, made[atom]) for atom in schedule.program.outputs if isinstance(atom, Var) and atom in made}
+    moved = Counter((v.array, layout) for v, layout in read | written)
+    return inside + sum(
+        count * Array(block_shape(array.shape, layout, schedule.axes), array.dtype).nbytes
+        for (array, layout), count in moved.items()
+    )

@@ -1,0 +1,69 @@
+"""The plan as a plain table."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ..tools.report.summary import array, duration, size
+
+if TYPE_CHECKING:
+    from .plan import Plan, Total
+
+
+def _change(total: Total) -> str:
+    return f"{duration(total.replicated)} -> {duration(total.sharded)}"
+
+
+def _busy(plan: Plan) -> list[str]:
+    """Where there are several data axes: how evenly their links are used."""
+    if not plan.axis_seconds:
+        return []
+    listed = ", ".join(f"{axis} {duration(seconds)}" for axis, seconds in plan.axis_seconds)
+    return [f"  links busy        {listed}: what the wire would take if collectives overlap"]
+
+
+def table(plan: Plan) -> str:
+    """The plan as text: the headline, every leaf, what is communicated, what could not be sharded."""
+    lines = [
+        f"shardstep plan for {plan.replicas} replicas, weights {plan.weights} ({plan.why_weights})",
+        f"  machine           {plan.topology}",
+        f"  state shared by   {plan.group} replicas ({plan.why_group})",
+        f"  state a replica   {size(plan.state_bytes.replicated)} -> {size(plan.state_bytes.sharded)}"
+        f"   ({plan.auxiliary_share:.1%} of the optimizer's bytes are sharded)",
+        f"  wire a replica    {size(plan.wire_bytes.replicated)} -> {size(plan.wire_bytes.sharded)}",
+        f"  predicted         wire {_change(plan.wire_seconds)}, update {_change(plan.update_seconds)}",
+        *_busy(plan),
+        f"  update work       {plan.update_flops.replicated:.3g} -> {plan.update_flops.sharded:.3g} elements",
+        f"  engine            {plan.engine} ({plan.why_engine})",
+        *(f"  note              {note}" for note in plan.notes),
+        "",
+    ]
+    rows = [("leaf", "shape", "role", "layout", "bytes", "why")]
+    for leaf in plan.leaves:
+        shape = array(leaf.dtype, leaf.shape)
+        change = f"{size(leaf.bytes_before)} -> {size(leaf.bytes_after)}"
+        rows.append((leaf.path, shape, leaf.role, leaf.layout, change, leaf.reason))
+    lines += _table(rows)
+    lines += ["", "collectives"]
+    grouped = Counter((c.kind, c.dtype, c.loop) for c in plan.collectives)
+    moved = Counter[tuple[str, str, str]]()
+    for c in plan.collectives:
+        moved[c.kind, c.dtype, c.loop] += round(c.bytes)
+    for (kind, dtype, loop), count in grouped.items():
+        inside = f"  in each iteration of {loop}" if loop else ""
+        lines.append(f"  {count} x {kind} {dtype}, {size(moved[kind, dtype, loop])}{inside}")
+    if plan.engine == "annotate":
+        lines.append("  XLA's own: see step.lower(...).compile().as_text()")
+    elif not plan.collectives:
+        lines.append("  none")
+    if plan.fallbacks:
+        lines += ["", "not sharded"]
+        lines += [f"  {f.primitive} at {f.line}: {f.why} ({size(f.bytes)} gathered)" for f in plan.fallbacks]
+    return "\n".join(lines)
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]

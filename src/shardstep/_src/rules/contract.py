@@ -1,0 +1,204 @@
+"""The contract between the interpreter and its rules.
+
+A rule is a pure function on placements and shapes. It touches no arrays and emits no collectives:
+
+    rule(site, placements) -> Decision | list[Decision] | None
+
+`site` is one equation as one mesh axis sees it, `placements` says how its operands lie along that axis.
+A rule answers with the placement each operand must have and the placement each result then has; where
+several answers are right it offers them all, and the interpreter takes the one that moves the fewest
+bytes. `None` means "I cannot do this split": the interpreter gathers the operands and says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..core.layout import PARTIAL, REPLICATED, Array, Partial, Placement, Split, divides, local_shape
+
+Primitive = Any
+
+
+@dataclass(frozen=True)
+class Site:
+    """One equation as one mesh axis sees it: shapes are already local along the axes before it."""
+
+    primitive: Primitive
+    params: Mapping[str, Any]
+    inputs: tuple[Array, ...]
+    outputs: tuple[Array, ...]
+    n: int
+    wants: tuple[Split | None, ...] = ()  # what the readers of each result would like; only a hint
+
+    def __getattr__(self, name: str) -> Any:
+        """`site.dimension_numbers` reads the equation's parameter of that name."""
+        try:
+            return self.params[name]
+        except KeyError:
+            raise AttributeError(f"{self.primitive} has no parameter {name!r}") from None
+
+    def divides(self, operand: int, split: Split) -> bool:
+        return divides(self.inputs[operand].shape, split, self.n)
+
+    def local(self, shape: Sequence[int], placement: Placement) -> tuple[int, ...]:
+        return local_shape(tuple(shape), placement, self.n)
+
+    def with_params(self, **changes: Any) -> dict[str, Any]:
+        return {**self.params, **changes}
+
+
+@dataclass(frozen=True)
+class Block:
+    """Where a replica's block of a value sits in the whole: `offsets[d]` is its first index."""
+
+    shape: tuple[int, ...]  # of the whole value
+    local: tuple[int, ...]  # of the block
+    offsets: tuple[Any, ...]  # 0 or a traced int32, one per dimension
+
+
+@dataclass(frozen=True)
+class Local:
+    """What an `emit` function may use: the equation for local blocks, and where the blocks sit."""
+
+    primitive: Primitive
+    params: Mapping[str, Any]
+    inputs: tuple[Block, ...]
+    outputs: tuple[Block, ...]
+    axes: tuple[str, ...] = ()  # the mesh axes that this runs on
+
+    def bind(self, *arrays: jax.Array, **changes: Any) -> list[jax.Array]:
+        out = self.primitive.bind(*arrays, **{**self.params, **changes})
+        return list(out) if self.primitive.multiple_results else [out]
+
+
+Emit = Callable[..., Sequence[jax.Array]]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How an equation runs along one axis.
+
+    `params` are the equation's parameters for local shapes (None: unchanged). `emit(local, *arrays)`
+    replaces binding the primitive where a local block needs to know its place in the whole. `fill` names, for each
+    operand, the reduction that mixes the elements of a padded dimension: the padding is then overwritten with what
+    leaves that reduction unchanged (0 for a sum). Without it, padding passes through and means nothing.
+
+    Where examples `visit` split state, what they come back with goes to their `homes` when somebody reads it.
+    """
+
+    operands: tuple[Placement, ...]
+    results: tuple[Placement, ...]
+    params: Mapping[str, Any] | None = None
+    emit: Emit | None = None
+    apart: bool = False  # each result depends on its own operand alone, so they may lie differently
+    fill: tuple[str | None, ...] = ()
+    visits: bool = False  # examples give way to split state, and no work is repeated for it (see `indexing.py`)
+    homes: tuple[Placement, ...] = ()  # in which readers see the results, where that is not how they come
+
+
+Rule = Callable[[Site, tuple[Placement, ...]], Decision | Sequence[Decision] | None]
+
+_RULES: dict[Primitive, Rule] = {}
+_SPEAKS_OF_REPLICAS: set[Primitive] = set()
+_MINDS_PADDING: set[Primitive] = set()
+
+
+def register_rule(primitive: Primitive, rule: Rule, *, padding: bool = False) -> None:
+    """Teach shardstep a primitive: `rule(site, placements)` as described in `shardstep.rules.core`.
+
+    With `padding`, the rule is also asked about padded splits (`Split.extent`) and must say what to `fill`; without,
+    such operands are gathered.
+    """
+    _RULES[primitive] = rule
+    (_MINDS_PADDING.add if padding else _MINDS_PADDING.discard)(primitive)
+
+
+def register(rule: Rule, *primitives: Primitive, per_replica: bool = False) -> None:
+    """One line per family: the rule, then every primitive that obeys it.
+
+    `per_replica` rules are those of collectives: they give `Varying` operands a meaning of their own.
+    """
+    for primitive in primitives:
+        register_rule(primitive, rule, padding=True)
+        if per_replica:
+            _SPEAKS_OF_REPLICAS.add(primitive)
+
+
+def rule_for(primitive: Primitive) -> Rule | None:
+    return _RULES.get(primitive)
+
+
+def minds_padding(primitive: Primitive) -> bool:
+    return primitive in _MINDS_PADDING
+
+
+def speaks_of_replicas(primitive: Primitive) -> bool:
+    return primitive in _SPEAKS_OF_REPLICAS
+
+
+def replicate(site: Site) -> Decision:
+    """Every replica does all of it: always right."""
+    return Decision((REPLICATED,) * len(site.inputs), (REPLICATED,) * len(site.outputs))
+
+
+def splits(placements: Sequence[Placement]) -> list[Split]:
+    """The distinct splits among the operands, those of the batch first: when the two meet, the state yields."""
+    distinct = list(dict.fromkeys(p for p in placements if isinstance(p, Split)))
+    # `batch` does not take part in equality, so restore it when any operand with this split carries it
+    marked = [replace(s, batch=any(p == s and p.batch for p in placements if isinstance(p, Split))) for s in distinct]
+    return sorted(marked, key=lambda s: not s.batch)
+
+
+def neutral(op: str, dtype: Any) -> Any:
+    """What may take part in a reduction without changing it."""
+    if op == "add":
+        return np.zeros((), dtype)
+    if dtype == np.bool_:
+        return np.asarray(op == "min")
+    if jnp.issubdtype(dtype, np.inexact):
+        return np.asarray(-np.inf if op == "max" else np.inf, dtype)
+    return np.asarray(jnp.iinfo(dtype).min if op == "max" else jnp.iinfo(dtype).max, dtype)
+
+
+def filled(x: jax.Array, block: Block, placements: Sequence[Placement], op: str | None) -> jax.Array:
+    """A replica's block with what stands in its padding replaced by the neutral element of `op`."""
+    if op is None:
+        return x
+    for d in {p.dim for p in placements if isinstance(p, Split) and p.extent}:
+        place = lax.broadcasted_iota(np.int32, block.local, d) + block.offsets[d]
+        x = jnp.where(place < block.shape[d], x, neutral(op, x.dtype))
+    return x
+
+
+def partials(placements: Sequence[Placement]) -> list[Partial]:
+    return list(dict.fromkeys(p for p in placements if isinstance(p, Partial)))
+
+
+__all__ = [
+    "PARTIAL",
+    "REPLICATED",
+    "Block",
+    "Decision",
+    "Local",
+    "Placement",
+    "Rule",
+    "Site",
+    "Split",
+    "Partial",
+    "filled",
+    "minds_padding",
+    "partials",
+    "register",
+    "register_rule",
+    "replicate",
+    "rule_for",
+    "speaks_of_replicas",
+    "splits",
+]

@@ -1,0 +1,147 @@
+"""Run a schedule on a replica's blocks, inside `shard_map`.
+
+Everything was decided in `forward.py`. Here the transfers in front of an equation are made (the only place that
+communicates), its primitive is bound on local blocks, and the results are remembered with their layouts.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+from ..core import compat
+from ..core.layout import Axis, Layout, Replicated, Split, local_shape
+from ..core.moves import convert, varying
+from ..core.program import Atom, Literal, Var
+from ..core.schedule import Bundle, Schedule, Step
+from ..core.user_shardings import Kept, by_axes, in_parts
+from ..planning.buckets import transfer
+from ..planning.propagation import loops as control_flow
+from ..planning.propagation.forward import whole
+from ..rules import Block, Local
+from ..rules.contract import filled
+
+NO_HINTS: Mapping[Atom, Kept] = {}
+
+
+def run(
+    schedule: Schedule,
+    arrays: Sequence[Any],
+    constants: Sequence[Any] | None = None,
+    kept: Mapping[Atom, Kept] = NO_HINTS,
+) -> list[Any]:
+    """The schedule's outputs on this replica, from this replica's blocks of its inputs.
+
+    `constants` stand in for the program's own, which would otherwise be compiled into it. `kept` says which values lie
+    in parts along axes that are not ours.
+    """
+    axes = schedule.axes
+    env: dict[tuple[Var, Layout], Any] = {}
+
+    def read(atom: Atom, layout: Layout) -> Any:
+        if isinstance(atom, Literal):
+            value = np.asarray(atom.value, atom.array.dtype)
+            return value if layout == whole(axes) else convert(jax.numpy.asarray(value), (), whole(axes), layout, axes)
+        return env[atom, layout]
+
+    def write(var: Var, layout: Layout, value: Any) -> None:
+        env[var, layout] = _typed(value, layout, axes)
+
+    def move(bundles: Sequence[Bundle]) -> None:
+        for bundle in bundles:
+            for together in by_axes(bundle, [kept.get(t.var, ()) for t in bundle]):
+                hints = [kept.get(t.var, ()) for t in together]
+                arrays = [env[t.var, t.source] for t in together]
+                moved = in_parts(lambda *xs, b=together: transfer(xs, b, axes), arrays, hints)
+                env.update(((t.var, t.target), x) for t, x in zip(together, moved, strict=True))
+
+    for var, layout, array in zip(schedule.program.inputs, schedule.inputs, arrays, strict=True):
+        write(var, layout, array)
+    for i, (var, value) in enumerate(schedule.program.constants):
+        write(var, whole(axes), value if constants is None else constants[i])
+    for step, bundles in zip(schedule.steps, schedule.transfers, strict=False):
+        with compat.at_source(step.equation.sources):
+            move(bundles)
+            operands = [read(a, layout) for a, layout in zip(step.equation.inputs, step.operands, strict=True)]
+            results = _results(step, operands, axes)
+        for var, layout, value in zip(step.equation.outputs, step.results, results, strict=True):
+            write(var, layout, value)
+    env.update(_all_made(schedule.transfers[-1], env, axes))
+    move(schedule.transfers[-1])
+    return [
+        _typed(read(atom, layout), layout, axes)
+        for atom, layout in zip(schedule.program.outputs, schedule.outputs, strict=True)
+    ]
+
+
+def _all_made(
+    bundles: Sequence[Bundle], env: Mapping[tuple[Var, Layout], Any], axes: tuple[Axis, ...]
+) -> dict[tuple[Var, Layout], Any]:
+    """What is gathered for the outputs, behind one barrier: nothing is gathered until all of it is made.
+
+    A new weight is gathered into the donated memory of the old one. The backward pass still reads the old one for the
+    layer before, and nothing says that it does so first: XLA would copy the old weight out of the way. But the gradient
+    of the layer before waits for that reading, and so does everything that waits for all new weights.
+
+    Only where replicas share one memory. Over a wire, gathers rather overlap with the backward pass, copies and all.
+    XLA drops barriers after it has decided on copies; that of JAX 0.10 before, so there nothing changes.
+    """
+    if not axes[0].in_memory:
+        return {}
+    alike: dict[frozenset[str], list[tuple[Var, Layout]]] = {}  # a barrier gives all that pass it one type
+    for moved in (bundle[0] for bundle in bundles if len(bundle) == 1):  # what shares a bucket is copied anyway
+        if any(isinstance(p, Split) for p in moved.source):
+            made = moved.var, moved.source
+            alike.setdefault(compat.varying_axes(env[made]), []).append(made)
+    passed = (zip(made, lax.optimization_barrier([env[m] for m in made]), strict=True) for made in alike.values())
+    return dict(itertools.chain.from_iterable(passed))
+
+
+def _results(step: Step, operands: list[Any], axes: tuple[Axis, ...]) -> Sequence[Any]:
+    if step.bodies:
+        return control_flow.emit(step, _match(operands, step.operands, axes), run)
+    equation, ruling = step.equation, step.ruling
+    if ruling.fill:
+        blocks = (_block(a.array.shape, p, axes) for a, p in zip(equation.inputs, step.operands, strict=True))
+        operands = [filled(*given) for given in zip(operands, blocks, step.operands, ruling.fill, strict=True)]
+    operands = operands if ruling.apart else _alike(operands)
+    if ruling.emit is None and equation.primitive.multiple_results:
+        return equation.primitive.bind(*operands, **ruling.params)
+    if ruling.emit is None:
+        return [equation.primitive.bind(*operands, **ruling.params)]
+    inputs = tuple(_block(a.array.shape, p, axes) for a, p in zip(equation.inputs, step.operands, strict=True))
+    outputs = tuple(_block(v.array.shape, p, axes) for v, p in zip(equation.outputs, step.results, strict=True))
+    names = tuple(name for axis in axes for name in axis.names)
+    local = Local(equation.primitive, ruling.params, inputs, outputs, names)
+    return ruling.emit(local, *operands)
+
+
+def _alike(operands: list[Any]) -> list[Any]:
+    """JAX's types tell what differs between replicas; a primitive wants operands of one kind."""
+    names = set().union(*(compat.varying_axes(x) for x in operands)) if operands else set()
+    return [varying(x, *sorted(names)) for x in operands] if names else operands
+
+
+def _match(operands: list[Any], layouts: Sequence[Layout], axes: tuple[Axis, ...]) -> list[Any]:
+    return [_typed(x, layout, axes) for x, layout in zip(operands, layouts, strict=True)]
+
+
+def _typed(x: Any, layout: Layout, axes: tuple[Axis, ...]) -> Any:
+    """A block that its layout calls different between replicas is typed as such, even if it happens not to be."""
+    names = [n for a, p in zip(axes, layout, strict=True) if not isinstance(p, Replicated) for n in a.names]
+    return varying(x, *names) if names else x
+
+
+def _block(shape: tuple[int, ...], layout: Layout, axes: tuple[Axis, ...]) -> Block:
+    local = shape
+    offsets: list[Any] = [0] * len(shape)
+    for placement, axis in zip(layout, axes, strict=True):
+        if isinstance(placement, Split):
+            local = local_shape(local, placement, axis.size)
+            offsets[placement.dim] = offsets[placement.dim] + lax.axis_index(axis.name) * local[placement.dim]
+    return Block(shape, local, tuple(offsets))

@@ -1,0 +1,73 @@
+"""The same step without shardstep: what a user would run instead, made from what was captured of the step.
+
+Each is a jitted function of the step's array leaves, one after the other, that returns its array leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ..api import Rewritten, ShardedStep
+from ..core.layout import Varying
+from ..planning import engines
+
+
+def flat(sharded: ShardedStep, program: Rewritten) -> Callable[..., list[Any]]:
+    """The user's own step, on leaves."""
+
+    def run(*leaves: Any) -> list[Any]:
+        args, kwargs = program.captured.call.rebuild(leaves)
+        return [x for x in jax.tree.leaves(sharded.step(*args, **kwargs)) if hasattr(x, "dtype") or np.isscalar(x)]
+
+    return run
+
+
+def everywhere(program: Rewritten, mesh: Mesh) -> list[PartitionSpec]:
+    """Plain data parallelism: the examples are split, and nothing else is."""
+    return _with_examples(program, mesh, [PartitionSpec()] * len(program.captured.paths))
+
+
+def zero1(program: Rewritten, mesh: Mesh) -> list[PartitionSpec]:
+    """What one writes today: each moment split along its first dimension that the replicas divide."""
+
+    def by_hand(role: str, shape: tuple[int, ...]) -> PartitionSpec:
+        dims = [d for d, n in enumerate(shape) if n % mesh.size == 0] if role == "auxiliary" else []
+        return PartitionSpec(*[None] * dims[0], tuple(mesh.axis_names)) if dims else PartitionSpec()
+
+    return _with_examples(program, mesh, [by_hand(leaf.role, leaf.shape) for leaf in program.plan.leaves])
+
+
+def _with_examples(program: Rewritten, mesh: Mesh, specs: Sequence[PartitionSpec]) -> list[PartitionSpec]:
+    made = list(specs)
+    for i, dim in program.captured.batch.items():
+        made[i] = PartitionSpec(*[None] * dim, tuple(mesh.axis_names))
+    return made
+
+
+def annotated(sharded: ShardedStep, program: Rewritten, mesh: Mesh, specs: Sequence[PartitionSpec]) -> Any:
+    """The step under `jax.jit`, its arguments laid out as given."""
+    captured = program.captured
+    shardings = [NamedSharding(mesh, spec) for spec in specs]
+    return engines.annotated(sharded.step, captured, shardings, tuple(captured.state))
+
+
+def per_replica(sharded: ShardedStep, program: Rewritten, donate: bool = False) -> Any:
+    """A step that is written for one replica, under `shard_map`."""
+    captured, run = program.captured, flat(sharded, program)
+    assert captured.axis_name is not None
+    mesh = Mesh(sharded.replicas.mesh.devices.reshape(-1), (captured.axis_name,))
+    ins = everywhere(program, mesh)
+    own = [any(isinstance(p, Varying) for p in layout) for layout in program.decided.outputs]
+    outs = [PartitionSpec(captured.axis_name) if o else PartitionSpec() for o in own]
+
+    def one_replica(*leaves: Any) -> list[Any]:
+        return [jnp.asarray(x)[None] if o and jnp.ndim(x) == 0 else x for x, o in zip(run(*leaves), own, strict=True)]
+
+    mapped = jax.shard_map(one_replica, mesh=mesh, in_specs=tuple(ins), out_specs=outs, check_vma=False)
+    return jax.jit(mapped, donate_argnums=tuple(captured.state) if donate else ())

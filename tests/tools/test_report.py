@@ -1,0 +1,202 @@
+"""The report in real headless Chromium: it renders, sorts, filters, asks for nothing, and fits the screen."""
+
+import dataclasses
+import json
+import re
+from html.parser import HTMLParser
+
+import jax
+import jax.numpy as jnp
+import pytest
+from browser import CHROMIUM, chromium, opened
+
+import shardstep
+from shardstep import Options
+from shardstep._src.planning.plan import Total
+from shardstep._src.tools.report.html import headline, page
+
+HOSTILE = "</script><img src=x onerror=alert(1)>&amp;"
+
+
+def plan_of(leaves, devices=8):
+    """A plan with names that would break a careless page, a fallback, and a loop."""
+
+    def step(state, batch):
+        def loss(params):
+            return sum(jnp.mean((batch @ w) ** 2) for w in params.values())
+
+        value, grads = jax.value_and_grad(loss)(state["params"])
+        moment = jax.tree.map(lambda m, g: 0.9 * m + g, state["moment"], grads)
+        turned = jnp.fft.fft(state["odd"], axis=0).real
+        params = jax.tree.map(lambda p, m: p - 0.1 * m, state["params"], moment)
+        return {"params": params, "moment": moment, "odd": turned}, value
+
+    square = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    weights = {f"{HOSTILE}{i}" if i == 0 else f"w{i}": square for i in range(leaves)}
+    state = {"params": weights, "moment": weights, "odd": square}
+    return shardstep.shard(step, options=Options(min_shard_bytes=64)).plan(
+        state, jax.ShapeDtypeStruct((16, 64), jnp.float32)
+    )
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return plan_of(60)
+
+
+@pytest.fixture(scope="module")
+def file(plan, tmp_path_factory):
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    plan.to_html(path, title=f"train.py:{HOSTILE}", notes=[f"note {HOSTILE}"])
+    return path
+
+
+@pytest.fixture(scope="module")
+def browser():
+    pytest.importorskip("playwright")
+    if CHROMIUM is None:
+        pytest.skip("Chromium is not installed")
+    with chromium() as found:
+        yield found
+
+
+def column(page, table, number):
+    return page.eval_on_selector_all(
+        f"#{table} tbody tr td:nth-child({number})", "cells => cells.map(c => c.innerText)"
+    )
+
+
+class References(HTMLParser):
+    """Every address that the elements of a page name."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.found = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.found += [value for name, value in attributes if name in ("src", "href", "data", "srcset", "action")]
+
+
+def test_it_is_one_file_that_refers_to_nothing(file):
+    text = file.read_text()
+    assert References(text).found == [] and HOSTILE not in text
+    assert not re.search(r"url\(|@import", re.search(r"<style>(.*?)</style>", text, re.S)[1])
+
+
+@pytest.mark.parametrize(("width", "theme"), [(1280, "light"), (390, "dark")])
+def test_it_renders_and_fits(browser, file, width, theme):
+    with opened(browser, file, width, theme=theme) as page:
+        assert page.troubles == []
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        for plot in ("memory", "wire", "before", "after"):
+            assert page.locator(f"#{plot} .bars .point").count() >= 2
+            box = page.locator(f"#{plot} svg.main-svg").first.bounding_box()
+            assert box["x"] >= 0 and box["x"] + box["width"] <= width
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == (
+            "rgb(251, 251, 253)" if theme == "light" else "rgb(18, 21, 26)"
+        )
+        smallest = page.evaluate(
+            "Math.min(...[...document.querySelectorAll('td, .card *, .source')]"
+            ".map(e => parseFloat(getComputedStyle(e).fontSize)))"
+        )
+        assert smallest >= 12
+
+
+def test_the_order_of_the_step_is_told(browser, file):
+    with opened(browser, file) as page:
+        told = page.locator("#after .ytick").all_text_contents()
+        tops = [page.locator("#after .ytick").nth(i).bounding_box()["y"] for i in range(len(told))]
+    told = [text for _, text in sorted(zip(tops, told, strict=True))]  # top to bottom
+    kinds = [re.sub(r"^\d+\. | \W\d+$", "", t) for t in told]
+    assert kinds[0] == "forward" and "backward" in kinds
+    assert kinds.index("backward") < kinds.index("reduce-scatter") < len(kinds) - 1 - kinds[::-1].index("all-gather")
+    assert "update" in kinds
+
+
+def test_leaves_sort_and_filter(browser, file, plan):
+    with opened(browser, file) as page:
+        assert page.locator("#leaves tbody tr").count() == 100  # the first page
+        page.click("#more")
+        assert page.locator("#leaves tbody tr").count() == len(plan.leaves) == 122
+        page.fill("#filter", "moment w59")
+        assert column(page, "leaves", 1) == ["state['moment']['w59']"]
+        page.fill("#filter", "")
+        page.select_option("#role", "weight")
+        assert set(column(page, "leaves", 3)) == {"weight"} and len(column(page, "leaves", 3)) == 60
+        page.select_option("#role", "")
+        page.click("#more")
+        page.click("#leaves th button:has-text('after')")
+        after = sorted((leaf.bytes_after for leaf in plan.leaves), reverse=True)
+        assert page.locator("#leaves th[aria-sort=descending]").inner_text() == "after"
+        assert column(page, "leaves", 6)[0] == f"{after[0] / 1024:.1f} KiB"
+        page.click("#leaves th button:has-text('after')")
+        assert column(page, "leaves", 6)[0] == f"{after[-1] / 1024:.1f} KiB" if after[-1] >= 1024 else True
+        page.click("#leaves th button:has-text('leaf')")
+        names = column(page, "leaves", 1)
+        assert names.index("state['moment']['w2']") < names.index("state['moment']['w10']")  # as people count
+        assert page.troubles == []
+
+
+def test_names_are_text_not_html(browser, file):
+    with opened(browser, file) as page:
+        assert page.locator("h1").inner_text() == f"train.py:{HOSTILE}"
+        assert page.locator("#notes").inner_text() == f"note {HOSTILE}"
+        page.fill("#filter", "onerror")
+        assert page.locator("#leaves tbody tr").count() == 2
+        assert page.locator("img").count() == 0
+
+
+def test_the_update_has_the_users_lines(browser, file):
+    with opened(browser, file) as page:
+        shown = page.locator("#update").inner_text()
+    assert 'params = jax.tree.map(lambda p, m: p - 0.1 * m, state["params"], moment)' in shown
+    assert "x 60" in shown and "split(0)" in shown and "test_report.py" in shown
+
+
+def test_the_theme_can_be_changed(browser, file):
+    with opened(browser, file) as page:
+        before = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        page.click("#theme")
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") != before
+        assert page.troubles == []
+
+
+def test_what_was_not_sharded_is_shown(browser, file):
+    with opened(browser, file) as page:
+        assert column(page, "fallbacks", 1) == ["fft"]
+        assert "test_report.py" in column(page, "fallbacks", 2)[0]
+
+
+def test_a_notebook_shows_tables_without_scripts(plan):
+    shown = plan._repr_html_()
+    assert "<script" not in shown and HOSTILE not in shown and "&lt;/script&gt;" in shown
+    assert "8 replicas" in shown and "reduce-scatter" in shown
+
+
+def test_data_is_json_whatever_the_names(plan):
+    text = page(plan, "t")
+    data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.S)[1])
+    assert len(data["leaves"]) == len(plan.leaves)
+    before = sum(data["memory"][0]["parts"].values())
+    assert before == plan.state_bytes.replicated
+    assert sum(data["memory"][1]["parts"].values()) == plan.state_bytes.sharded
+    assert sum(data["wire"][0]["parts"].values()) == pytest.approx(plan.wire_bytes.replicated)
+    assert sum(data["wire"][1]["parts"].values()) == pytest.approx(plan.wire_bytes.sharded)
+
+
+def test_a_step_that_is_left_to_xla_says_so(browser, plan, tmp_path):
+    """No empty pictures and tables: its collectives are XLA's."""
+    left = dataclasses.replace(plan, engine="annotate", why_engine="because", timeline=(), collectives=(), update=())
+    left.to_html(tmp_path / "left.html")
+    with opened(browser, tmp_path / "left.html") as page:
+        assert "the step is left to XLA: because" in page.inner_text("#notes")
+        assert "XLA partitions this step" in page.inner_text("#after")
+        assert page.is_hidden("#collectives") and page.is_hidden("#update-section")
+        assert page.is_visible("#left") and not page.troubles
+
+
+def test_figures_that_got_worse_do_not_look_better(plan):
+    worse = dataclasses.replace(plan, wire_bytes=Total(100.0, 150.0), state_bytes=Total(100.0, 50.0))
+    assert [card["verdict"] for card in headline(worse)][:2] == ["better", "worse"]
+    assert "\u00a0" in headline(worse)[0]["value"]  # no line break between a number and its unit
