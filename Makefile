@@ -2,6 +2,8 @@
 #
 #   make demo                 train a small transformer, plain and sharded, side by side
 #   make test                 lint, types, tests
+#   make test-all             the same with the tests marked `thorough`: more replicas, more optimizers, more programs
+#   make mutations            break a copy of the code in forty places: the short suite must notice every one
 #   make fuzz SECONDS=600     let Hypothesis look for programs we get wrong
 #   make docs                 the documentation as a site, warnings are errors
 #   make screenshots          of the report, for the README (needs Chromium)
@@ -14,6 +16,7 @@
 
 PYTHON  ?= python3
 VENV    ?= .venv
+SELECT  ?= not thorough
 WORKERS ?= 2
 SECONDS  = 600
 ARGS    ?=
@@ -21,7 +24,7 @@ EXTRAS  ?= test
 
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types pytest fuzz docs screenshots bench bench-quick bench-torch format clean
+.PHONY: demo test test-all lint types pytest mutations fuzz docs screenshots bench bench-quick bench-torch format clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/shardstep demo $(ARGS)
@@ -35,8 +38,15 @@ lint: $(VENV)/.installed-$(EXTRAS)
 types: $(VENV)/.installed-$(EXTRAS)
 	$(BIN)/mypy
 
+# Tests that share a plain run are in one group (`xdist_group`), which one worker runs.
 pytest: $(VENV)/.installed-$(EXTRAS)
-	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "$(SELECT)" $(ARGS)
+
+test-all: lint types $(VENV)/.installed-$(EXTRAS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --hypothesis-profile=thorough $(ARGS)
+
+mutations: $(VENV)/.installed-$(EXTRAS)
+	$(BIN)/python tests/mutations.py $(ARGS)
 
 # Round after round in a fresh process, so that compiled programs do not pile up in memory. The Hypothesis
 # profile (tests/conftest.py) ends a round when the time is up.

@@ -53,7 +53,7 @@ class Size:
     microbatches: int
     width: int
     layers: int
-    examples: int  # a replica and microbatch
+    examples: int  # per replica and microbatch
 
     @property
     def weight_bytes(self) -> int:
@@ -216,7 +216,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--microbatches", type=int, default=8, help="(default: %(default)s)")
     parser.add_argument("--width", type=int, default=1024, help="of each square weight (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=4, help="weights (default: %(default)s)")
-    parser.add_argument("--examples", type=int, default=1, help="a replica and microbatch (default: %(default)s)")
+    parser.add_argument("--examples", type=int, default=1, help="per replica and microbatch (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=15, help="measured steps of each variant (default: %(default)s)")
     parser.add_argument("--malloc", choices=("keep", "default"), default="keep", help="see cell.py")
     parser.add_argument("--json", type=Path, help="write all figures to this file")

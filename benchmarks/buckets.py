@@ -23,7 +23,7 @@ from jax.sharding import Mesh, PartitionSpec
 from shardstep._src.core.layout import REPLICATED, Array, Axis, Partial, Split
 from shardstep._src.core.program import Var
 from shardstep._src.core.schedule import Transfer
-from shardstep._src.planning.buckets import transfer
+from shardstep._src.runtime.packing import transfer
 
 
 def program(mesh: Mesh, shape: tuple[int, int], count: int, packed: bool):

@@ -30,7 +30,14 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-ADAM = [("six", 8, "adam"), ("six", 64, "adam"), ("transformer", 8, "adam"), ("transformer", 64, "adam")]
+ADAM = [
+    ("six", 8, "adam"),
+    ("six", 64, "adam"),
+    ("transformer", 8, "adam"),
+    ("transformer", 64, "adam"),
+    ("scanned", 8, "adamw"),
+    ("scanned", 64, "adamw"),
+]
 CLAIM = [("six", 8, "sgd"), ("six", 8, "momentum"), ("transformer", 8, "sgd"), ("transformer", 8, "momentum")]
 
 
@@ -62,7 +69,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--deadline", type=float, default=460, help="seconds for everything (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=5, help="steps of a variant in each round")
-    parser.add_argument("--only", choices=("six", "transformer"))
+    parser.add_argument("--only", choices=sorted(WORKLOADS))
     parser.add_argument("--claim", action="store_true", help="SGD and momentum instead of Adam, one replica of 8")
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--group", help=argparse.SUPPRESS)
@@ -140,7 +147,7 @@ def child(name: str, replicas: int, optimizer: str, args: argparse.Namespace) ->
 
     assert len(jax.devices()) == replicas, jax.devices()
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()), ("data",))
-    workload = (six if name == "six" else transformer)(replicas, optimizer, args.smoke)
+    workload = WORKLOADS[name](replicas, optimizer, args.smoke)
     result: dict[str, Any] = {
         "workload": name,
         "replicas": replicas,
@@ -286,7 +293,12 @@ def training(loss: Callable[..., Any], params: Any, name: str, batch: Any) -> Wo
     import jax
     import optax
 
-    optimizers = {"adam": optax.adam(1e-4), "sgd": optax.sgd(1e-4), "momentum": optax.sgd(1e-4, momentum=0.9)}
+    optimizers = {
+        "adam": optax.adam(1e-4),
+        "adamw": optax.adamw(1e-4),
+        "sgd": optax.sgd(1e-4),
+        "momentum": optax.sgd(1e-4, momentum=0.9),
+    }
     optimizer = optimizers[name]
 
     def step(state: Any, batch: Any) -> Any:
@@ -299,7 +311,7 @@ def training(loss: Callable[..., Any], params: Any, name: str, batch: Any) -> Wo
 
 
 def six(replicas: int, optimizer: str, smoke: bool) -> Workload:
-    """Six 8192x8192 weights, bf16 products, 16 examples a replica: almost nothing but weight update."""
+    """Six 8192x8192 weights, bf16 products, 16 examples per replica: almost nothing but weight update."""
     import jax
     import jax.numpy as jnp
 
@@ -315,7 +327,7 @@ def six(replicas: int, optimizer: str, smoke: bool) -> Workload:
 
 
 def transformer(replicas: int, optimizer: str, smoke: bool) -> Workload:
-    """A Flax transformer of 1.3 billion parameters, f32 weights, bf16 compute; two sequences of 1024 a replica."""
+    """A Flax transformer of 1.3 billion parameters, f32 weights, bf16 compute; two sequences of 1024 per replica."""
     import flax.linen as nn
     import jax
     import jax.numpy as jnp
@@ -354,6 +366,53 @@ def transformer(replicas: int, optimizer: str, smoke: bool) -> Workload:
     return training(loss, params, optimizer, tokens)
 
 
+def scanned(replicas: int, optimizer: str, smoke: bool) -> Workload:
+    """1.3 billion parameters in 24 layers that are stacked and scanned, each under `jax.checkpoint`; f32 weights, bf16
+    products; four sequences of 1024 per replica."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    width, layers, heads, vocabulary, length = (64, 4, 4, 512, 32) if smoke else (2048, 24, 16, 32000, 1024)
+
+    def product(x: jax.Array, w: jax.Array) -> jax.Array:
+        return x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)
+
+    def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+        x32 = x.astype(jnp.float32)
+        return (x32 * jax.lax.rsqrt(jnp.mean(x32**2, -1, keepdims=True) + 1e-6) * scale).astype(jnp.bfloat16)
+
+    @jax.checkpoint
+    def layer(x: jax.Array, w: dict[str, jax.Array]) -> tuple[jax.Array, None]:
+        qkv = product(norm(x, w["attention_norm"]), w["qkv"]).reshape(*x.shape[:2], 3, heads, width // heads)
+        mixed = jax.nn.dot_product_attention(*jnp.moveaxis(qkv, 2, 0), is_causal=True)
+        x = x + product(mixed.reshape(x.shape), w["out"])
+        return x + product(jax.nn.gelu(product(norm(x, w["mlp_norm"]), w["up"])), w["down"]), None
+
+    def loss(params: Any, tokens: jax.Array) -> jax.Array:
+        x = params["embed"].astype(jnp.bfloat16)[tokens[:, :-1]]
+        x, _ = jax.lax.scan(layer, x, params["layers"])
+        logits = product(norm(x, params["norm"]), params["embed"].T).astype(jnp.float32)
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]))
+
+    def weight(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    stack = {
+        "qkv": weight(layers, width, 3 * width),
+        "out": weight(layers, width, width),
+        "up": weight(layers, width, 4 * width),
+        "down": weight(layers, 4 * width, width),
+        "attention_norm": weight(layers, width),
+        "mlp_norm": weight(layers, width),
+    }
+    params = {"embed": weight(vocabulary, width), "norm": weight(width), "layers": stack}
+    return training(loss, params, optimizer, jax.ShapeDtypeStruct((4 * replicas, length + 1), jnp.int32))
+
+
+WORKLOADS = {"six": six, "transformer": transformer, "scanned": scanned}
+
+
 # --- variants: the step, how its state rests, how its batch lies ----------------------------------------------------
 
 
@@ -380,6 +439,21 @@ def zero1(workload: Workload, mesh: Any) -> tuple[Any, Any, Any]:
     return step, state, by_example
 
 
+def fsdp(workload: Workload, mesh: Any) -> tuple[Any, Any, Any]:
+    """A NamedSharding on each weight and moment, along a dimension that is not the layers'."""
+    import jax
+
+    def rest(x: Any) -> Any:
+        dims = [*range(1, len(x.shape)), 0]
+        found = next((d for d in dims if d < len(x.shape) and x.shape[d] and x.shape[d] % mesh.size == 0), None)
+        return named(mesh) if found is None else named(mesh, *[None] * found, "data")
+
+    everywhere, by_example = named(mesh), named(mesh, "data")
+    state = jax.tree.map(rest, (workload.params, workload.moments))
+    step = jax.jit(workload.step, in_shardings=(state, by_example), out_shardings=(state, everywhere), donate_argnums=0)
+    return step, state, by_example
+
+
 def sharded(weights: str) -> Callable[..., Any]:
     def build(workload: Workload, mesh: Any) -> tuple[Any, Any, Any]:
         import shardstep
@@ -401,6 +475,7 @@ def named(mesh: Any, *spec: Any) -> Any:
 VARIANTS = {
     "replicated": replicated,
     "zero1": zero1,
+    "fsdp": fsdp,
     "shardstep": sharded("replicated"),
     "shardstep-sharded": sharded("sharded"),
 }

@@ -77,10 +77,12 @@ def scaling(rows: list[Row]) -> Any:
         if (line := fit(of_size)) is not None:
             model.plot(weights, [line.fixed + line.slope * w / 8 for w in weights], "-", color=colour, alpha=0.5)
     title = "with replicas, which share the cores"
-    replicas.set(xlabel="replicas", ylabel="ms a step", title=title, xscale="log", xticks=(1, 2, 4, 8))
+    replicas.set(xlabel="replicas", ylabel="ms per step", title=title, xscale="log", xticks=(1, 2, 4, 8))
     replicas.set_xticks((1, 2, 4, 8), ("1", "2", "4", "8"))
     replicas.minorticks_off()
-    model.set(xlabel="million weights, 8 replicas", ylabel="ms a step", title="with the model; lines are least squares")
+    model.set(
+        xlabel="million weights, 8 replicas", ylabel="ms per step", title="with the model; lines are least squares"
+    )
     model.legend(fontsize=7)
     for axes in (replicas, model):
         axes.grid(alpha=0.3)

@@ -19,9 +19,9 @@ import optax
 from jax.sharding import Mesh
 
 import shardstep
+from shardstep._src.planning.formatting import size
 from shardstep._src.planning.plan import Leaf, Plan
 from shardstep._src.tools.demo import model
-from shardstep._src.tools.report.summary import size
 
 CREATED, PLANNED = (7, 8, 12), (256,)
 ADAM = optax.adamw(1e-3)
@@ -78,7 +78,7 @@ def padding(leaf: Leaf) -> str:
 
 def main() -> None:
     jax.config.update("jax_num_cpu_devices", max(CREATED + PLANNED))
-    print("| replicas | shape | layout | padding | bytes a replica, before → after |\n|---|---|---|---|---|")
+    print("| replicas | shape | layout | padding | bytes per replica, before → after |\n|---|---|---|---|---|")
     for replicas in (*CREATED, *PLANNED):
         plan = plan_for(replicas, layers=1)
         held = held_bytes(plan) if replicas in CREATED else {}
@@ -87,7 +87,7 @@ def main() -> None:
             assert after == leaf.bytes_after, f"{leaf.path}: planned {leaf.bytes_after} bytes, holds {after}"
             layout = leaf.layout.split(",")[0].rstrip(")") + (")" if "(" in leaf.layout else "")
             print(f"| {replicas} | {shape} | {layout} | {padding(leaf)} | {size(leaf.bytes_before)} → {size(after)} |")
-    print("\n| replicas | state a replica, before → after | optimizer's bytes sharded | padding of all state |")
+    print("\n| replicas | state per replica, before → after | optimizer's bytes sharded | padding of all state |")
     print("|---|---|---|---|")
     for replicas in (*CREATED, *PLANNED):
         plan = plan_for(replicas, layers=12)

@@ -122,7 +122,7 @@ def measure(grid: Sequence[Cell], old: Sequence[Row], folder: Path) -> list[Row]
 def line(cell: dict[str, Row]) -> str:
     times = "  ".join(f"{name} {row['step_ms']:.0f}" for name, row in cell.items())
     share = cell["replicated"]["update_share"]
-    return f"  {kind(cell)} ({share:.0%} of the replicated step is update); ms a step: {times}"
+    return f"  {kind(cell)} ({share:.0%} of the replicated step is update); ms per step: {times}"
 
 
 def main() -> None:

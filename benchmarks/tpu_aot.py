@@ -16,7 +16,7 @@ moments), shardstep with replicated and with sharded weights. From the compiled 
   predicted       what shardstep's cost model says collectives take, in microseconds
 
 "matrices" is the program on which the closed original was measured (DESIGN.md): four weights of 2048 x 2048, 16
-examples a replica. libtpu serves one process at a time.
+examples per replica. libtpu serves one process at a time.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Transformer(nn.Module):
 
 
 def transformer(replicas: int, optimizer: optax.GradientTransformation, length: int = 256) -> Workload:
-    """118 million parameters in float32, computed in bfloat16; four sequences a replica."""
+    """118 million parameters in float32, computed in bfloat16; four sequences per replica."""
     model = Transformer()
     batch = jax.ShapeDtypeStruct((4 * replicas, length + 1), jnp.int32)
 
@@ -170,7 +170,7 @@ class ResNet50(nn.Module):
 
 
 def resnet50(replicas: int, optimizer: optax.GradientTransformation) -> Workload:
-    """25.6 million parameters; eight images a replica. BatchNorm sees the whole batch, as the step is written."""
+    """25.6 million parameters; eight images per replica. BatchNorm sees the whole batch, as the step is written."""
     model = ResNet50()
     images = jax.ShapeDtypeStruct((8 * replicas, 224, 224, 3), jnp.bfloat16)
     labels = jax.ShapeDtypeStruct((8 * replicas,), jnp.int32)
@@ -320,7 +320,7 @@ def compile_one(topology: str, workload: str, optimizer: str, variant: str) -> t
 
 
 def table(rows: list[Row]) -> Table:
-    shown = Table(title="thousands of estimated cycles (collectives not counted), MB a replica")
+    shown = Table(title="thousands of estimated cycles (collectives not counted), MB per replica")
     for name in ("topology", "workload", "optimizer", "program"):
         shown.add_column(name)
     for name in ("AR >= 1 MB", "wire", "update", "copies", "rest", "total", "arguments", "temporaries", "peak"):

@@ -1,7 +1,7 @@
 """What one can do with a training step: plain data parallelism, annotations, shardstep, and an expert's own program.
 
-Each variant is a function of a workload and a mesh, and gives a contender for `shardstep._src.tools.measuring`.
-All of them donate their state. "By the first divisible dimension" is the rule that everyone writes by hand.
+Each variant is a function of a workload and a mesh, and gives a contender to be measured. All of them donate their
+state. "By the first divisible dimension" is the rule that everyone writes by hand.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ SMALL = 64 * 1024  # bytes; smaller weights are reduced together and updated by 
 def expert(name: str, rests_sharded: bool) -> Variant:
     """Scatter each gradient, update the shard, gather the weight: what shardstep is held against.
 
-    Weights rest whole (sliced for the update, gathered behind it) or sharded (gathered before the forward pass).
+    Weights are whole (sliced for the update, gathered after it) or sharded (gathered before the forward pass).
     """
 
     def make(workload: Workload, mesh: Mesh) -> Contender:

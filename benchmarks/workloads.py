@@ -78,7 +78,7 @@ def dense(key: jax.Array, *shape: int) -> jax.Array:
 
 
 def mlp(replicas: int, optimizer: str, width: int = 1024, layers: int = 4) -> Workload:
-    """Square weights and one example a replica: almost nothing but weight update."""
+    """Square weights and one example per replica: almost nothing but weight update."""
 
     def create(key: jax.Array) -> list[jax.Array]:
         return [dense(k, width, width) for k in jax.random.split(key, layers)]
@@ -135,7 +135,7 @@ def transformer(
     sequences: int = 1,
     name: str = "transformer-42m",
 ) -> Workload:
-    """A language model without biases; 42 million parameters and one short sequence a replica unless told otherwise."""
+    """A language model without biases; 42 million parameters and one short sequence per replica by default."""
 
     def layer(key: jax.Array) -> dict[str, jax.Array]:
         qkv, out, up, down = jax.random.split(key, 4)
@@ -220,7 +220,7 @@ class Blocks(NamedTuple):
 
 
 def gpt2_small(replicas: int, optimizer: str) -> Workload:
-    """124 million parameters, one sequence of 16 tokens a replica."""
+    """124 million parameters, one sequence of 16 tokens per replica."""
     model = Blocks(width=768, layers=12, heads=12, vocabulary=50257, length=16, causal=True)
 
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
@@ -249,7 +249,7 @@ def bert(replicas: int, optimizer: str) -> Workload:
 
 
 def recommender(replicas: int, optimizer: str, tables: int = 8, entries: int = 50_000, width: int = 64) -> Workload:
-    """Eight embedding tables (26 million parameters) under a small network; 32 examples a replica read 256 rows."""
+    """Eight embedding tables (26 million parameters) under a small network; 32 examples per replica read 256 rows."""
 
     def create(key: jax.Array) -> dict[str, Any]:
         embedding, *keys = jax.random.split(key, 4)

@@ -9,6 +9,7 @@ import functools
 import math
 import os
 import time
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -24,8 +25,9 @@ jax.config.update("jax_num_cpu_devices", REPLICAS)
 # One example traces and compiles two programs: deadlines and "too slow" checks would only measure XLA.
 COMPILING = dict(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
-# The same examples on every run: a red run is red for everybody.
-settings.register_profile("ci", derandomize=True, max_examples=20, database=None, **COMPILING)
+# The same examples on every run: a red run is red for everybody. `make test-all` tries the same ones and more.
+settings.register_profile("ci", derandomize=True, max_examples=2, database=None, **COMPILING)
+settings.register_profile("thorough", derandomize=True, max_examples=20, database=None, **COMPILING)
 # New examples each time, until SHARDSTEP_FUZZ_UNTIL (seconds since the epoch; `make fuzz` sets it).
 settings.register_profile("fuzz", max_examples=200, print_blob=True, **COMPILING)
 settings.load_profile("ci")
@@ -33,8 +35,28 @@ settings.load_profile("ci")
 FUZZ_UNTIL = float(os.environ.get("SHARDSTEP_FUZZ_UNTIL", "inf"))
 
 
+# Marked `once`: what these test lies in our own code. New files run on every version until they are listed here.
+ONCE = (
+    "benchmarks",
+    "checkpoint",
+    "machine",
+    "planning/test_torus_order.py",
+    "runtime/test_processes.py",
+    "test_architecture.py",
+    "test_examples.py",
+    "test_imports.py",
+    "test_public_names.py",
+    "tools/test_cli.py",
+    "tools/test_report.py",
+)
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items):
+    here = Path(__file__).parent
     for item in items:
+        if any(item.path.is_relative_to(here / place) for place in ONCE):
+            item.add_marker(pytest.mark.once)
         test = getattr(getattr(item, "obj", None), "hypothesis", None)
         if test is not None and math.isfinite(FUZZ_UNTIL):
             test.inner_test = until_time_is_up(test.inner_test)
@@ -59,6 +81,17 @@ def until_time_is_up(test):
             raise
 
     return run
+
+
+@pytest.fixture
+def quick_to_compile():
+    """For tests of numbers that run a program a few times: compiling it well takes longer than running it badly.
+
+    Tests of the compiled program itself must not use it. Nor those that compare bit for bit.
+    """
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="session")

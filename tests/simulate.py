@@ -174,6 +174,7 @@ def _walk(jaxpr, args, n, outers, limit, only, wants, offered):
                 choices = itertools.product(*(candidates(a, n, outers) for a in inputs))
                 poisoned = itertools.product(*(padded_candidates(a, n) for a in inputs))
                 poisoned = itertools.islice(poisoned, limit) if minds_padding(eqn.primitive) else ()
+                checked = set()  # what the placements lead to; most lead to what others have led to
                 for placements in itertools.chain(itertools.islice(choices, limit), poisoned):
                     hints = [()]
                     if wants:
@@ -189,8 +190,11 @@ def _walk(jaxpr, args, n, outers, limit, only, wants, offered):
                             [] if decisions is None else [decisions] if hasattr(decisions, "operands") else decisions
                         )
                         for decision in decisions:
-                            check_decision(eqn, site, decision, values, out, rng, n)
                             key = (decision.operands, decision.results)
+                            plainly = decision.emit is None and decision.params is None
+                            if not plainly or (key, decision.fill) not in checked:
+                                check_decision(eqn, site, decision, values, out, rng, n)
+                                checked.add((key, decision.fill))
                             padded = any(map(is_padded, decision.operands + decision.results))
                             name = f"{eqn.primitive.name}, padded" if padded else eqn.primitive.name
                             offered.setdefault(name, set()).add(key)

@@ -18,7 +18,14 @@ from jax.sharding import Mesh
 
 import shardstep
 
-# On all these numbers of replicas; the other programs on 8, and on 3 where they compile fast.
+
+def together(name: str) -> pytest.MarkDecorator:
+    """On one worker of pytest-xdist: tests of one program share its plain run and its plan."""
+    return pytest.mark.xdist_group(f"equality of {name}")
+
+
+# On 1, 2, 3, 5 and 8 replicas; the other programs on 8, and on 3 where they compile fast. Where the number of replicas
+# is all that differs, the short suite has 8 for every program and 3 for a few.
 NAMED = (
     "transformer",
     "resnet",
@@ -31,10 +38,20 @@ NAMED = (
     "handwritten",
 )
 SLOW_TO_COMPILE = ("transformer_bf16", "transformer_remat", "transformer_scanned_layers", "vit", "moe", "unet")
+UNEVEN = ("recommender", "masked_loss", "per_example_clip", "handwritten")  # these compile fast
 OTHERS = tuple(name for name in zoo.ZOO if name not in NAMED)
+ALWAYS = (
+    *((name, 8) for name in zoo.ZOO),
+    *((name, 3) for name in UNEVEN),
+    ("handwritten", 1),
+)
+THOROUGH = (
+    *((name, n) for name in NAMED for n in (1, 2, 3, 5) if (name, n) not in ALWAYS),
+    *((name, 3) for name in OTHERS if name not in SLOW_TO_COMPILE),
+)
 RUNS = (
-    *((name, n) for name in NAMED for n in (1, 2, 3, 5, 8)),
-    *((name, n) for name in OTHERS for n in (3, 8) if n == 8 or name not in SLOW_TO_COMPILE),
+    *(pytest.param(name, n, marks=[together(name)] + [pytest.mark.once] * (n != 8)) for name, n in ALWAYS),
+    *(pytest.param(name, n, marks=[together(name), pytest.mark.thorough]) for name, n in THOROUGH),
 )
 
 # In bf16 each replica rounds its term of a gradient before the terms are added: eight roundings of 2^-9, and twice that
@@ -113,13 +130,27 @@ def test_same_numbers(name, n):
     check_equal(name, replicas(n))
 
 
-@pytest.mark.parametrize("n", [3, 8])
-@pytest.mark.parametrize("name", ["resnet", "recommender", "handwritten", "ema_and_masters", "steps_in_a_scan"])
+@pytest.mark.parametrize("n", [pytest.param(3, marks=pytest.mark.thorough), 8])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=together(name))
+        for name in ("resnet", "recommender", "handwritten", "ema_and_masters", "steps_in_a_scan")
+    ],
+)
 def test_weights_that_rest_sharded(name, n):
     check_equal(name, replicas(n), weights="sharded")
 
 
-@pytest.mark.parametrize("name", ["lstm", "vae", "handwritten", "accumulation_scan"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("lstm", marks=[together("lstm"), pytest.mark.thorough]),
+        pytest.param("vae", marks=[together("vae"), pytest.mark.thorough]),
+        pytest.param("handwritten", marks=together("handwritten")),
+        pytest.param("accumulation_scan", marks=together("accumulation_scan")),
+    ],
+)
 def test_two_data_axes(name):
     check_equal(name, Mesh(np.array(jax.devices()).reshape(2, 4), ("hosts", "chips")))
 
@@ -139,7 +170,7 @@ class Planned:
     found: shardstep.Plan  # not told
 
 
-@pytest.fixture(scope="module", params=zoo.ZOO)
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=together(name)) for name in zoo.ZOO])
 def planned(request) -> Planned:
     """One program at a time: pytest runs all tests of one before it plans the next."""
     p = program(request.param, examples(request.param, 8))

@@ -345,8 +345,8 @@ def through_a_ref_in_a_loop(m):
     return ref[...]
 
 
-def through_io_callback(m):
-    return m + io_callback(lambda: np.float32(1), jax.ShapeDtypeStruct((), np.float32))
+def through_an_ordered_io_callback(m):
+    return m + io_callback(lambda: np.float32(1), jax.ShapeDtypeStruct((), np.float32), ordered=True)
 
 
 def through_an_ordered_print(m):
@@ -365,7 +365,7 @@ def through_a_shard_map(m):
     [
         (through_a_ref, "Pass its value in and return the new one"),
         (through_a_ref_in_a_loop, "Pass its value in and return the new one"),
-        (through_io_callback, "use jax.debug.callback"),
+        (through_an_ordered_io_callback, "Leave ordered=True out"),
         (through_an_ordered_print, "Leave ordered=True out"),
         (through_a_shard_map, "as a per-replica step"),
     ],

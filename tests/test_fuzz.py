@@ -8,17 +8,20 @@ import grammar
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 import shardstep
+
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
 STEPS = 2  # the second runs on the state of the first, in the layout it rests in
 TOLERANCE, TOLERANCE_BF16 = 1e-4, 0.06  # of a leaf's largest value, or of SMALL where that is larger
 SMALL = 0.25
 ROUNDING = 1e-6  # a relative change of the weights that rounding errors may amount to
 
-# One example is one program: five of the profile's worth make 100 programs of each kind in CI.
+# One example is one program: five of the profile's worth make 10 programs of each kind, 100 for `make test-all`.
 many = settings(max_examples=5 * settings().max_examples)
 weights = st.sampled_from(["replicated", "sharded"])
 groups = st.sampled_from([None, None, 2, 4])  # for eight replicas

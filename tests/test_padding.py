@@ -19,6 +19,8 @@ from steps import mesh_of
 import shardstep
 from shardstep import Options, Padded
 
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
 EVERYTHING = Options(min_shard_bytes=0)
 OPTIMIZERS = {
     "adamw": lambda: optax.chain(optax.clip_by_global_norm(0.3), optax.adamw(1e-2, eps=1e-3)),
@@ -186,15 +188,23 @@ def masked(params, batch):
     return errors.sum() / jnp.maximum(valid.sum(), 1), (jnp.argmax(errors), jnp.cumsum(valid))
 
 
-@pytest.mark.parametrize("examples, replicas", [(13, 8), (3, 8), (7, 5)])
+LOSSES = {f.__name__: f for f in (normalised, contrastive, dropped_out, looked_up, recurrent, convolved, masked)}
+UNEVEN = [
+    *((name, 13, 8) for name in LOSSES),
+    *((name, *sizes) for name in ("normalised", "masked") for sizes in ((3, 8), (7, 5))),
+]
+MORE_UNEVEN = [c for n in LOSSES for s in ((3, 8), (7, 5)) if (c := (n, *s)) not in UNEVEN]
+
+
 @pytest.mark.parametrize(
-    "loss", [normalised, contrastive, dropped_out, looked_up, recurrent, convolved, masked], ids=lambda f: f.__name__
+    ("loss", "examples", "replicas"),
+    [*UNEVEN, *(pytest.param(*c, marks=pytest.mark.thorough) for c in MORE_UNEVEN)],
 )
 def test_uneven_batches(loss, examples, replicas):
     keys = jax.random.split(jax.random.key(0), 3)
     params = {"w": jax.random.normal(keys[0], (10, 6)) / 3, "v": jax.random.normal(keys[1], (6, 6)) / 3}
     batches = [jax.random.normal(key, (examples, 10)) for key in jax.random.split(keys[2], 2)]
-    states, ours = train(sgd(loss), params, batches, mesh_of(replicas))
+    states, ours = train(sgd(LOSSES[loss]), params, batches, mesh_of(replicas))
     assert_agree(states, ours, 2e-5)
 
 

@@ -369,3 +369,36 @@ def test_weights_without_an_optimizer():
         return jax.tree.map(lambda w, g: w - 0.1 * g, params, gradients), lax.pmean(value, "batch")
 
     agree(step, 8, weights())
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+def test_what_all_replicas_share_is_shared_when_it_is_gathered(tiled):
+    def step(state, batch):
+        params, moments = state
+        value, gradients = jax.value_and_grad(loss)(params, batch)
+        gradients = lax.pmean(gradients, "batch")
+        nothing = lax.all_gather(jnp.zeros(3), "batch", axis=0, tiled=tiled).sum()
+        copies = jax.tree.map(lambda g: lax.all_gather(g, "batch", axis=0, tiled=tiled), gradients)
+        first = jax.tree.map(lambda c, g: c[: len(g)] if tiled else c[0], copies, gradients)
+        return update(params, moments, first), lax.pmean(value, "batch") + nothing
+
+    agree(step, 4)
+
+
+def test_a_ring_sum_is_refused_for_what_it_is():
+    def step(state, batch):
+        params, moments = state
+        value, gradients = jax.value_and_grad(loss)(params, batch)
+        ring = [(i, (i + 1) % 4) for i in range(4)]
+        total = moving = gradients
+        for _ in range(3):
+            moving = jax.tree.map(lambda g: lax.ppermute(g, "batch", ring), moving)
+            total = jax.tree.map(jnp.add, total, moving)
+        return update(params, moments, finish(total)), lax.pmean(value, "batch")
+
+    finish = lambda g: jax.tree.map(lambda x: x / 4, g)  # noqa: E731
+    sharded = shardstep.shard(step, mesh_of(4), axis_name="batch", batch_argnames="batch")
+    with pytest.raises(shardstep.ShardstepError, match=r"comes out of ppermute at .*test_per_replica.*lax\.pmean\("):
+        sharded(adam_state(), batch(0))
+    finish = lambda g: lax.pmean(jax.tree.map(lambda x: x / 4, g), "batch")  # noqa: E731  the way out
+    agree(step, 4)

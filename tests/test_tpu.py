@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from shardstep._src.planning.placement import major_to_minor
+from shardstep._src.core.tiles import major_to_minor
 
 pytestmark = [
     pytest.mark.tpu,

@@ -98,7 +98,7 @@ def test_the_check_is_on_by_default():
 
 
 def test_the_check_is_switched_off_nowhere():
-    """In all of src, `check_vma` is `options.check`; only `alternatives.py` has it off, for the user's own program."""
+    """In all of src, `check_vma` is `options.check`; only `baselines.py` has it off, for the user's own program."""
     settings = [
         (path.name, ast.unparse(keyword.value))
         for path in sorted(SOURCE.rglob("*.py"))
@@ -107,4 +107,4 @@ def test_the_check_is_switched_off_nowhere():
         for keyword in node.keywords
         if keyword.arg in ("check_vma", "check_rep", "check")
     ]
-    assert sorted(settings) == [("alternatives.py", "False"), ("api.py", "options.check")]
+    assert sorted(settings) == [("baselines.py", "False"), ("rewritten.py", "options.check")]

@@ -1,6 +1,7 @@
 """shardstep: shard the weight update of an unchanged JAX training step across data-parallel replicas."""
 
 import importlib
+import importlib.metadata
 from typing import Any
 
 from ._src.api import ShardedStep, shard
@@ -9,11 +10,14 @@ from ._src.core.errors import ShardstepError
 from ._src.core.options import Options
 from ._src.core.padded import Padded
 from ._src.planning.plan import Plan
-from ._src.rules import register_rule
+from ._src.rules.contract import register_rule
 from ._src.runtime.placing import logical
 from ._src.tools.check import check
 
-__version__ = "0.1.0"
+try:
+    __version__ = importlib.metadata.version("shardstep")
+except importlib.metadata.PackageNotFoundError:  # run from a source tree that is not installed
+    __version__ = "0+unknown"
 
 __all__ = [
     "Options",
@@ -32,9 +36,14 @@ __all__ = [
     "shard",
 ]
 
+_DOORS = ("keras", "nnx", "rules")  # modules; the first two import their frameworks, so none is imported before its use
+
 
 def __getattr__(name: str) -> Any:
-    """`shardstep.nnx` and `shardstep.keras` import their frameworks, so they are imported when first used."""
-    if name in ("nnx", "keras"):
+    if name in _DOORS:
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_DOORS, "__version__"])

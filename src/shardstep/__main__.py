@@ -1,6 +1,6 @@
 """`python -m shardstep` is the command `shardstep`."""
 
-from ._src.tools.cli import main
+from shardstep._src.tools.cli import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -39,7 +39,7 @@ def shard(model: keras.Model, mesh: Mesh | None = None, **options: Any) -> keras
     model.test_step = wrap(_original(model, "test_step"))
     model.predict_step = _predicting(wrap(_returning_state(_original(model, "predict_step"))))
     model.jit_compile = False  # the steps compile themselves
-    model.train_function = model.test_function = model.predict_function = None  # made anew by the next fit
+    model.train_function = model.test_function = model.predict_function = None  # rebuilt by the next fit
     return model
 
 

@@ -38,7 +38,7 @@ def shard(step: Callable[..., Any] | None = None, mesh: Mesh | None = None, **op
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("state",), meta_fields=("index",))
 class _Object:
-    """What stands for an object in a pure pytree: its arrays, and which of the objects it is."""
+    """An object in a pure pytree: its arrays, and which of the objects it is."""
 
     def __init__(self, index: int, state: Any = None):
         self.index = index
@@ -136,7 +136,7 @@ def _is_marker(x: Any) -> bool:
 
 
 def _take_out(tree: Any, known: Sequence[Any] = ()) -> tuple[Any, list[Any]]:
-    """The tree with a marker for each object in it, and the objects (behind those already known)."""
+    """The tree with a marker for each object in it, and the objects (after those already known)."""
     objects = list(known)
 
     def mark(x: Any) -> Any:

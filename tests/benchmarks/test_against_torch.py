@@ -18,6 +18,7 @@ def rows(tmp_path, *variants):
     return json.loads(out.read_text())["rows"]
 
 
+@pytest.mark.thorough
 def test_shardstep_in_two_processes_does_the_work_of_replicated_jit(tmp_path):
     ours, plain = rows(tmp_path, "shardstep", "replicated")
     assert ours["processes"] == plain["processes"] == 2

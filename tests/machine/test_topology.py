@@ -14,12 +14,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from steps import OPTIMIZER, assert_same
 
 import shardstep
+from shardstep._src.core.backend import Backend
 from shardstep._src.core.errors import ShardstepError
 from shardstep._src.core.layout import PARTIAL, REPLICATED, Array, Axis, Split, fits
 from shardstep._src.core.moves import moves
+from shardstep._src.core.tiles import major_to_minor, order_in_memory
 from shardstep._src.machine.replicas import choose_group
 from shardstep._src.machine.topology import Arrangement, arrange, collective_time, describe
-from shardstep._src.planning.placement import major_to_minor, order_in_memory, split_layout
+from shardstep._src.planning.placement import split_layout
 from shardstep._src.tools.hlo import collectives
 
 
@@ -187,13 +189,13 @@ def test_dimensions_lie_so_that_tiles_are_full(shape, expected):
 
 def test_with_many_replicas_rows_are_better_than_cut_tiles():
     """Over 16 x 16 replicas a head is left, and 64 of its columns (or 4 of its rows): no whole tile."""
-    many = tuple(axis._replace(size=16, tiled=True) for axis in TORUS)
+    many = tuple(axis._replace(size=16, backend=Backend(tiled=True)) for axis in TORUS)
     found = split_layout(Array((1024, 16, 64), jnp.dtype("float32")), many, (True, True), tiled=True)
     assert found == (Split(0), Split(0)) and order_in_memory((1024, 16, 64), found, many) == (0, 1, 2)
 
 
 def test_the_last_dimension_in_memory_is_scattered_first_and_gathered_last():
-    torus = tuple(axis._replace(tiled=True) for axis in TORUS)
+    torus = tuple(axis._replace(backend=Backend(tiled=True)) for axis in TORUS)
     split, summed, whole = (Split(1), Split(0)), (PARTIAL,) * 2, (REPLICATED,) * 2
     for shape, axes in {(1024, 16, 64): [1, 0], (16, 64, 1024): [0, 1]}.items():
         assert [m.axis for m in moves(summed, split, shape, torus)] == axes
@@ -356,7 +358,7 @@ def test_arrays_on_the_users_mesh_are_in_place(mesh):
 
 
 def test_devices_that_change_places(mesh, monkeypatch):
-    """Where his order jumps about, arrays on his mesh are laid out anew, and the plan says so."""
+    """Where the user's order jumps about, arrays on the user's mesh are moved, and the plan says so."""
     order = (0, 1, 4, 5, 2, 3, 6, 7)
     rings = describe("v5e:2x4").rings
     monkeypatch.setattr(

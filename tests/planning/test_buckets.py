@@ -10,10 +10,11 @@ from steps import assert_same
 
 import shardstep
 from shardstep import Options
+from shardstep._src.core.backend import Backend
 from shardstep._src.core.layout import REPLICATED, Array, Axis, Partial, Split, block_shape
 from shardstep._src.core.program import Var
 from shardstep._src.core.schedule import Transfer
-from shardstep._src.planning.buckets import transfer
+from shardstep._src.runtime.packing import transfer
 from shardstep._src.tools.hlo import collectives, counts
 
 LAYERS = 12
@@ -91,7 +92,7 @@ def test_alone_when_asked(mesh):
 @pytest.mark.parametrize("tiled", [False, True])
 def test_not_a_bit_changes(source, target, tiled, mesh):
     """The same blocks, moved alone and together."""
-    axes = (Axis(("data",), 8, tiled=tiled),)
+    axes = (Axis(("data",), 8, Backend(tiled=tiled)),)
     shapes = [(16, 8), (8, 24), (32, 40)]
     bundle = tuple(Transfer(Var(Array(s, jnp.float32)), (source,), (target,)) for s in shapes)
     held = [block_shape(s, (source,), axes) for s in shapes]

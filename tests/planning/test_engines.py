@@ -125,13 +125,13 @@ def test_what_xla_cannot_partition_is_refused(how, examples, message):
     ],
 )
 def test_the_smaller_of_both(ours, replicated, annotated, axis_name, uneven, engine):
-    choice = engines.choose("auto", axis_name, uneven, ours, replicated, annotated)
+    choice = engines.choose("auto", engines.Question(ours, replicated, annotated, axis_name, uneven))
     assert choice.engine == engine
     assert ("times as much" in choice.why) == (ours > 1.02 * replicated)
 
 
 def test_what_xla_would_not_shard_at_all_is_rewritten():
-    assert engines.choose("auto", None, False, 107e6, 100e6, 100e6, shares=False).engine == "rewrite"
+    assert engines.choose("auto", engines.Question(107e6, 100e6, 100e6, shares=False)).engine == "rewrite"
 
 
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])
@@ -144,10 +144,8 @@ def test_one_replica_runs_the_step_as_it_is(weights):
 
 @pytest.mark.parametrize("how", [{"axis_name": "i"}, {"explicit": True}])
 def test_one_replica_is_rewritten_where_xla_cannot_have_it(how):
-    given = {"axis_name": None, **how}
-    assert (
-        engines.choose("auto", uneven=False, ours=0, replicated=0, annotated=0, alone=True, **given).engine == "rewrite"
-    )
+    question = engines.Question(rewritten=0, replicated=0, annotated=0, alone=True, **how)
+    assert engines.choose("auto", question).engine == "rewrite"
 
 
 def test_one_replica_rounds_as_many_do():

@@ -11,6 +11,7 @@ from steps import assert_same
 
 import shardstep
 from shardstep import Options
+from shardstep._src.core.backend import Backend
 from shardstep._src.tools.hlo import collectives
 
 WIDTH, LAYERS = 128, 3
@@ -72,7 +73,7 @@ def sent(step, *args):
 def accelerated(step, mesh, **how):
     """Sums of 16-bit floats are left as they are, as on GPU and TPU. Such a program can be lowered here, not run."""
     sharded = shardstep.shard(step, mesh, **how)
-    axes = tuple(axis._replace(widens=False) for axis in sharded.replicas.axes)
+    axes = tuple(axis._replace(backend=Backend(widens=False)) for axis in sharded.replicas.axes)
     sharded.replicas = dataclasses.replace(sharded.replicas, axes=axes)
     return sharded
 
@@ -217,6 +218,20 @@ def test_only_what_the_model_reads_is_rounded(bucket_bytes, mesh):
     expected_value, grads = jax.value_and_grad(loss)(rounded, BATCH)
     expected = [w - 0.1 * g for w, g in zip(weights, grads, strict=True)]
     assert_same((ours, value), (expected, expected_value), tolerance=1e-6)
+
+
+def test_weights_that_go_elsewhere_than_to_the_examples_are_not_rounded(mesh):
+    """The sorted weights are a metric: they are gathered for it, and nobody asked for rounded metrics."""
+    step, (weights, velocity) = sgd()
+
+    def reporting(state, batch):
+        new, _ = step(state, batch)
+        return new, jnp.sort(state[0][0].reshape(-1))
+
+    options = Options(bucket_bytes=ALONE, gather_dtype=jnp.bfloat16)
+    sharded = shardstep.shard(reporting, mesh, weights="sharded", options=options)
+    _, reported = sharded((weights, velocity), BATCH)
+    assert np.array_equal(reported, np.sort(np.asarray(weights[0]).reshape(-1)))
 
 
 def test_replicated_weights_are_never_rounded(mesh):

@@ -11,6 +11,7 @@ import pytest
 from steps import OPTIMIZER, assert_same
 
 import shardstep
+from shardstep._src.core.backend import Backend
 from shardstep._src.core.layout import PARTIAL, REPLICATED, Axis, Split, block_shape
 from shardstep._src.core.moves import moves
 from shardstep._src.planning.placement import beginning_with
@@ -52,11 +53,11 @@ def test_another_axis_first_if_it_costs_nothing(shape, axes, usual, first, expec
 
 def test_a_cut_tile_is_scattered_last_and_many_replicas_are_gathered_axis_by_axis():
     """What the TPU's compiler makes all-reduces of: a scatter into part of a tile, a joint gather over 256 replicas."""
-    torus = (Axis(("y",), 16, tiled=True), Axis(("x",), 16, tiled=True))
+    torus = (Axis(("y",), 16, Backend(tiled=True)), Axis(("x",), 16, Backend(tiled=True)))
     split, summed, whole = layout(2, 0), (PARTIAL,) * 2, (REPLICATED,) * 2
     assert [m.axes for m in moves(summed, split, (16, 64, 1024), torus)] == [(1,), (0,)]  # columns of 64
     assert [m.axes for m in moves(summed, split, (16, 64, 4096), torus)] == [(0,), (1,)]  # columns of 256
-    cube = tuple(Axis((name,), 4, tiled=True) for name in "zyx")
+    cube = tuple(Axis((name,), 4, Backend(tiled=True)) for name in "zyx")
     order = [m.axes for m in moves((PARTIAL,) * 3, layout(0, 1, 0), (128, 512), cube)]
     assert order == [(0,), (1,), (2,)]  # 32 rows cut no tile; then columns of 128 do, and 8 rows
     assert [m.axes for m in moves(layout(0, 0), whole, (4096, 1024), torus)] == [(1,), (0,)]

@@ -1,4 +1,4 @@
-"""How weights rest: `weights="sharded"`, and what "auto" chooses."""
+"""How weights are kept: `weights="sharded"`, and what "auto" chooses."""
 
 import re
 from dataclasses import replace
@@ -13,7 +13,7 @@ from steps import assert_same
 
 import shardstep
 from shardstep import Options
-from shardstep._src.planning.plan import choose_weights
+from shardstep._src.planning.at_rest import choose_weights
 from shardstep._src.tools.hlo import collectives, counts
 
 WIDTH, LAYERS = 256, 4
@@ -108,7 +108,9 @@ def test_replicated_weights_are_gathered_when_all_are_made(mesh):
 
     (axis,) = sharded.replicas.axes
     over_a_wire = shardstep.shard(step, mesh, weights="replicated", options=ALONE)
-    over_a_wire.replicas = replace(sharded.replicas, axes=(axis._replace(in_memory=False),))
+    over_a_wire.replicas = replace(
+        sharded.replicas, axes=(axis._replace(backend=replace(axis.backend, in_memory=False)),)
+    )
     assert "optimization_barrier" not in over_a_wire.lower(start(), BATCH).as_text()
 
 

@@ -6,15 +6,18 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from rules.test_indexing import B, P, R, S, indices, site_of, values
 from simulate import verify
+from sites import indices, site_of, values
 from steps import assert_same, mesh_of
 
 import shardstep
 from shardstep import Options
+from shardstep._src.core.layout import PARTIAL, REPLICATED, Split
 from shardstep._src.rules import rule_for
 from shardstep._src.tools.hlo import collectives
 
+R, S, P = REPLICATED, Split, PARTIAL
+B = Split(0, batch=True)
 OPTIMIZER = optax.adam(1e-2, eps=1e-3)
 ALONE = Options(bucket_bytes=0)
 FEATURES, EXAMPLES, WORDS = 32, 16, 3
@@ -148,7 +151,7 @@ def test_auto_shards_weights_that_then_need_not_move(mesh):
 
 
 def offered(site, *placements):
-    return {(d.operands, d.results, d.homes) for d in rule_for(site.primitive)(site, placements) if d.visits}
+    return {(d.operands, d.results, d.visit.homes) for d in rule_for(site.primitive)(site, placements) if d.visit}
 
 
 def test_what_is_looked_up_goes_home():

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from simulate import verify
 
-import shardstep._src.rules.random  # noqa: F401  (registers the rules)
 from shardstep._src.core import compat
 from shardstep._src.core.layout import REPLICATED, Array, Partial, Split
 from shardstep._src.rules import Block, Local, Site, rule_for
+
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
 KEY = jax.random.key(7)
 BITS = compat.primitive("random_bits")
@@ -46,8 +47,23 @@ SLICED = {
 }
 
 
-@pytest.mark.parametrize("n", [2, 3, 8])
-@pytest.mark.parametrize("draw", SLICED)
+# The rule sees the bits that are drawn, not what is made of them: one draw of each kind, the plainest at all n.
+KINDS_OF_BITS = {
+    ("uniform", 2),
+    ("uniform", 3),
+    ("uniform", 8),
+    ("normal_bf16", 3),
+    ("randint", 3),
+    ("randint_int8", 3),
+}
+
+
+def kept(cases, short):
+    """All of the cases; those that are not in `short` are for `make test-all`."""
+    return [c if c in short else pytest.param(*c, marks=pytest.mark.thorough) for c in cases]
+
+
+@pytest.mark.parametrize(("draw", "n"), kept([(d, n) for d in SLICED for n in (2, 3, 8)], KINDS_OF_BITS))
 def test_every_slice_of_a_draw_is_the_global_draw(draw, n):
     shape = (n, 2 * n, 3 * n)
     offered = verify(lambda key: SLICED[draw](key, shape), KEY, n=n, outers=(1,), wants=True, only={"random_bits"})
@@ -55,9 +71,12 @@ def test_every_slice_of_a_draw_is_the_global_draw(draw, n):
         assert ((REPLICATED,), (Split(dim),)) in offered["random_bits"]
 
 
-@pytest.mark.parametrize("width", [8, 16, 32])
-@pytest.mark.parametrize("shape", [(24,), (5, 24), (3, 24, 2)])
-@pytest.mark.parametrize("n", [2, 3, 8])
+SHAPES = [(24,), (5, 24), (3, 24, 2)]
+WIDTHS = [(shape, width, n) for shape in SHAPES for width in (8, 16, 32) for n in (2, 3, 8)]
+EACH_WIDTH_AND_SHAPE = {*(((3, 24, 2), width, 3) for width in (8, 16, 32)), ((24,), 32, 8), ((5, 24), 32, 2)}
+
+
+@pytest.mark.parametrize(("shape", "width", "n"), kept(WIDTHS, EACH_WIDTH_AND_SHAPE))
 def test_bit_widths(shape, width, n):
     dtype = jnp.dtype(f"uint{width}")
     offered = verify(lambda key: jax.random.bits(key, shape, dtype), KEY, n=n, wants=True)

@@ -16,8 +16,9 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import shardstep
+from shardstep._src.core.backend import Backend
 from shardstep._src.core.layout import Axis, Split
-from shardstep._src.core.moves import gather, scatter
+from shardstep._src.runtime.collectives import gather, scatter
 from shardstep._src.tools.hlo import collectives, wire_bytes
 
 K = 4  # large weights
@@ -165,7 +166,7 @@ def test_weights_sharded_at_rest(mesh):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_scattered_and_gathered_along_any_dimension(dim, dtype, outermost, mesh):
     terms = np.random.default_rng(0).integers(-9, 9, (8, 16, 8, 24)).astype(dtype)  # small: sums are exact
-    axis, split = Axis(("data",), 8, outermost=outermost), Split(dim)
+    axis, split = Axis(("data",), 8, Backend(outermost=outermost)), Split(dim)
 
     def replica(x):
         mine = scatter(x[0], dim, axis)
@@ -187,7 +188,7 @@ def test_no_weight_is_transposed_to_be_split_along_an_inner_dimension(outermost,
         return (state[0] - velocity, velocity), value
 
     sharded = shardstep.shard(step, mesh, weights="replicated")
-    axes = tuple(a._replace(outermost=outermost) for a in sharded.replicas.axes)
+    axes = tuple(a._replace(backend=replace(a.backend, outermost=outermost)) for a in sharded.replicas.axes)
     sharded.replicas = replace(sharded.replicas, axes=axes)
     state = jnp.ones((100, 256)), jnp.zeros((100, 256))
     assert "split(1)" in {leaf.layout for leaf in sharded.plan(state, jnp.ones((8, 100))).leaves}

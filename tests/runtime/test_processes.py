@@ -26,7 +26,10 @@ HEARTBEAT = 10  # seconds; JAX's own default is 100
 # -- the same numbers --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count, devices", [(2, 1), (2, 2), (4, 1), (4, 2)])
+SHORT, MORE = [(2, 2)], [(2, 1), (4, 1), (4, 2)]
+
+
+@pytest.mark.parametrize("count, devices", [*SHORT, *(pytest.param(*c, marks=pytest.mark.thorough) for c in MORE)])
 def test_same_as_one_process(tmp_path, count, devices):
     start, _ = jax.jit(noisy_step)(noisy_state(), batch(9))
     shardstep.save(tmp_path / "alone", start)
@@ -82,7 +85,7 @@ def printed_losses(text):
     return {int(line[1]): float(line[3]) for line in lines}
 
 
-@pytest.mark.parametrize("cluster", [slurm, open_mpi])
+@pytest.mark.parametrize("cluster", [slurm, pytest.param(open_mpi, marks=pytest.mark.thorough)])
 def test_example_in_a_cluster_that_jax_detects(tmp_path, cluster):
     commands = [[EXAMPLE, *options(tmp_path)]] * 2
     with started(commands, tmp_path / "logs", cluster(2)) as processes:

@@ -90,3 +90,18 @@ def test_an_all_reduce_is_counted_once_in_either_form_of_its_start():
         for form in forms
     ]
     assert sizes == [256, 320, 256, 320]
+
+
+def test_what_a_loop_sends_counts_as_often_as_the_loop_turns():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def outer(x):
+        def inner(y, _):
+            return jax.lax.psum(y, "data") / 8, None
+
+        return jax.lax.scan(lambda y, _: jax.lax.scan(inner, y, None, length=5), x, None, length=3)[0]
+
+    step = jax.jit(jax.shard_map(outer, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))
+    found = collectives(step.lower(jnp.ones((16, 16))).compile().as_text())
+    assert [c.times for c in found] == [15]
+    assert wire_bytes(found) == 15 * 2 * 7 / 8 * 16 * 16 * 4

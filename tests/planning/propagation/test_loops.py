@@ -34,7 +34,7 @@ from steps import (
 import shardstep
 from shardstep._src.tools.hlo import collectives
 
-REPLICAS = (2, 3, 8)
+REPLICAS = (pytest.param(2, marks=pytest.mark.thorough), pytest.param(3, marks=pytest.mark.once), 8)
 EXAMPLES = 192  # up to 8 microbatches that 2, 3 and 8 replicas share evenly
 WEIGHT = 96 * 64 * 4  # bytes
 
@@ -513,6 +513,8 @@ CONDITIONS: list[Form] = [
 ]
 
 FORMS = {form.__name__: form for form in (*MODELS, *ACCUMULATIONS, *MULTI_STEPS, *CONDITIONS)}
+# All tests of a form are on one worker of pytest-xdist: they share the plain run.
+TOGETHER = [pytest.param(name, marks=pytest.mark.xdist_group(f"loop {name}")) for name in FORMS]
 
 
 # -- the same numbers ------------------------------------------------------------------------------------------------
@@ -573,14 +575,14 @@ def assert_agrees(case, expected, n, **how):
 
 @pytest.mark.usefixtures("quick_to_compile")
 @pytest.mark.parametrize("n", REPLICAS)
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", TOGETHER)
 def test_a_step_for_the_whole_batch(name, n):
     assert_agrees(*plain(name), n)
 
 
 @pytest.mark.usefixtures("quick_to_compile")
 @pytest.mark.parametrize("n", REPLICAS)
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", TOGETHER)
 def test_a_step_for_one_replica(name, n):
     """A mean over replicas of means over their examples is the mean over the batch: both styles are one training."""
     case = FORMS[name](lambda x: lax.pmean(x, "batch"))
@@ -589,7 +591,7 @@ def test_a_step_for_one_replica(name, n):
 
 
 @pytest.mark.usefixtures("quick_to_compile")
-@pytest.mark.parametrize("n", [3, 8])
+@pytest.mark.parametrize("n", [pytest.param(3, marks=pytest.mark.thorough), 8])
 @pytest.mark.parametrize("form", [*MULTI_STEPS, ACCUMULATIONS[0], layers_remat, skip_by_cond], ids=lambda f: f.__name__)
 def test_weights_that_rest_sharded(form, n):
     assert_agrees(*plain(form.__name__), n, weights="sharded")
@@ -617,7 +619,7 @@ def sent(program, **where):
 
 
 @pytest.mark.parametrize("n", [3, 8])
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", TOGETHER)
 def test_no_more_bytes_than_the_replicated_step(name, n):
     wire = planned(FORMS[name](lambda x: x), n).wire_bytes
     # a line search reads the gradients whole: an all-reduce. Sharded moments then still cost a gather of the weights.

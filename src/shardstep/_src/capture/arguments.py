@@ -1,13 +1,12 @@
 """A call's arguments, taken apart: arrays are traced, everything else is static.
 
-Python numbers are traced, as under `jax.jit`; but an argument that also holds functions or strings (an Equinox
-module) is read as `eqx.filter_jit` reads it, with its numbers static.
+Python numbers can be either; `numbers` decides.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any
@@ -16,10 +15,11 @@ import jax
 import numpy as np
 from jax.tree_util import KeyPath, keystr
 
+from ..core import compat
 from ..core.errors import ShardstepError
 from ..core.padded import Padded
 
-_NUMBERS = (bool, int, float, complex)
+NUMBERS = (bool, int, float, complex)
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 
 
@@ -62,10 +62,51 @@ class Call:
     """One call's arguments. `leaves` holds the arrays; `statics` what stands at the other leaves."""
 
     treedef: Any
-    leaves: tuple[Any, ...]  # arrays only, in order
+    leaves: tuple[Any, ...]  # what is traced, in order
     traced: tuple[bool, ...]  # for each leaf of the tree
     statics: tuple[Constant, ...]
     static_arguments: tuple[tuple[int | str, Constant], ...]
+    numbers: tuple[int, ...] = ()  # the leaves of the tree that are Python numbers, traced or not
+
+    @classmethod
+    def of(
+        cls, treedef: Any, leaves: Sequence[Any], statics: tuple[tuple[int | str, Constant], ...], constants: Any = ()
+    ) -> Call:
+        """The call with these leaves of its tree; numbers among `constants` are static."""
+        if all(issubclass(kind, _ARRAYS) for kind in set(map(type, leaves))):
+            return cls(treedef, tuple(leaves), (True,) * len(leaves), (), statics)
+        numbers = tuple(i for i, x in enumerate(leaves) if isinstance(x, NUMBERS) and not is_array(x))
+        fixed = set(numbers).intersection(constants)
+        traced = tuple(is_array(x) or (isinstance(x, NUMBERS) and i not in fixed) for i, x in enumerate(leaves))
+        values = tuple(Constant(x) for x, t in zip(leaves, traced, strict=True) if not t)
+        return cls(treedef, tuple(compress(leaves, traced)), traced, values, statics, numbers)
+
+    def fixed(self, constants: Collection[int]) -> Call:
+        """The same call, of whose numbers these are static and the others traced."""
+        return Call.of(self.treedef, self.merged(self.leaves), self.static_arguments, constants)
+
+    @property
+    def arguments(self) -> list[Any]:
+        """The structure of each argument that is not static, in the order of their leaves."""
+        args, kwargs = self.treedef.children()
+        return [*args.children(), *kwargs.children()]
+
+    @property
+    def inner_numbers(self) -> frozenset[int]:
+        """The numbers that stand inside an argument; the others are an argument each."""
+        bare, start = set(), 0
+        for argument in self.arguments:
+            if jax.tree_util.treedef_is_leaf(argument) and argument.num_leaves:  # None has none
+                bare.add(start)
+            start += argument.num_leaves
+        return frozenset(self.numbers) - bare
+
+    @property
+    def structure(self) -> Any:
+        """What a call is like, whatever its arrays and numbers."""
+        places = (i for i, traced in enumerate(self.traced) if not traced)
+        others = tuple(c for i, c in zip(places, self.statics, strict=True) if i not in self.numbers)
+        return self.treedef, others, self.static_arguments
 
     def key(self, strong: Container[int] = ()) -> Any:
         """What tracing depends on. Leaves in `strong` count as strongly typed even where they are not."""
@@ -81,9 +122,15 @@ class Call:
 
     def rebuild(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) for the step, with other arrays in the arrays' places."""
+        args, kwargs = jax.tree.unflatten(self.treedef, self.merged(leaves))
+        return self.with_static_arguments(args, kwargs)
+
+    def merged(self, leaves: Sequence[Any]) -> list[Any]:
+        """All leaves of the tree, with these in the arrays' places."""
         arrays, statics = iter(leaves), iter(self.statics)
-        merged = [next(arrays) if traced else next(statics).value for traced in self.traced]
-        args, kwargs = jax.tree.unflatten(self.treedef, merged)
+        return [next(arrays) if traced else next(statics).value for traced in self.traced]
+
+    def with_static_arguments(self, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         args, kwargs = list(args), dict(kwargs)
         for where, constant in self.static_arguments:  # positions ascend, so each lands where it was
             if isinstance(where, int):
@@ -128,8 +175,9 @@ class Signature:
         except (TypeError, ValueError):
             parameters = []
         positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        numbers = {_position(i, positional) for i in as_tuple(argnums, int)}
-        names = set(as_tuple(argnames, str))
+        jitted_argnums, jitted_argnames = compat.static_arguments(step)
+        numbers = {_position(i, positional) for i in (*as_tuple(argnums, int), *jitted_argnums)}
+        names = {*as_tuple(argnames, str), *jitted_argnames}
         numbers |= {positional.index(name) for name in names if name in positional}
         names |= {positional[i] for i in numbers if i < len(positional)}
         return cls(tuple(positional), frozenset(numbers), frozenset(names))
@@ -137,7 +185,18 @@ class Signature:
     def name(self, position: int) -> str:
         return self.names[position] if position < len(self.names) else f"argument {position}"
 
-    def take_apart(self, args: Sequence[Any], kwargs: dict[str, Any], numbers_static: bool = False) -> Call:
+    def take_apart(self, args: Sequence[Any], kwargs: dict[str, Any], constants: Collection[int] = ()) -> Call:
+        """The call with these arguments. `constants`: the leaves of their tree that are static if they are numbers."""
+        statics, tree = self._without_static(args, kwargs)
+        leaves, treedef = jax.tree.flatten(tree)
+        return Call.of(treedef, leaves, statics, constants)
+
+    def key_paths(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[KeyPath]:
+        """Where each leaf of the arguments stands: asked of the arguments themselves, whose classes are not called."""
+        leaves, _ = jax.tree_util.tree_flatten_with_path(self._without_static(args, kwargs)[1])
+        return [path for path, _ in leaves]
+
+    def _without_static(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         statics: list[tuple[int | str, Constant]] = []
         dynamic = []
         for i, value in enumerate(args):
@@ -151,20 +210,14 @@ class Signature:
                 statics.append((name, Constant(value)))
             else:
                 keywords[name] = value
-        leaves, treedef = jax.tree.flatten((tuple(dynamic), keywords))
-        traced = _traced(leaves, (dynamic, keywords), numbers_static)
-        arrays = tuple(compress(leaves, traced))
-        constants = tuple(Constant(x) for x, t in zip(leaves, traced, strict=True) if not t) if not all(traced) else ()
-        return Call(treedef, arrays, traced, constants, tuple(statics))
+        return tuple(statics), (tuple(dynamic), keywords)
 
-    def describe(self, call: Call) -> tuple[list[Argument], list[str]]:
+    def describe(self, call: Call, key_paths: Sequence[KeyPath]) -> tuple[list[Argument], list[str]]:
         """The arguments of a call and the path of each array leaf, in the user's words."""
         positions = [i for i in range(call_length(call)) if i not in self.static_positions]
-        tree = jax.tree.unflatten(call.treedef, list(range(call.treedef.num_leaves)))
-        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
         arguments: list[Argument] = []
         texts: list[str] = []
-        for path, traced in zip(paths, call.traced, strict=True):
+        for path, traced in zip(key_paths, call.traced, strict=True):
             name, position = self._owner(path, positions)
             if not arguments or arguments[-1].name != name:
                 arguments.append(Argument(name, len(texts), len(texts), position))
@@ -183,21 +236,8 @@ class Signature:
 
 def call_length(call: Call) -> int:
     """How many positional arguments the call had, static ones included."""
-    args, _ = jax.tree.unflatten(call.treedef, [None] * call.treedef.num_leaves)
-    return len(args) + sum(isinstance(where, int) for where, _ in call.static_arguments)
-
-
-def _traced(
-    leaves: Sequence[Any], arguments: tuple[list[Any], dict[str, Any]], numbers_static: bool
-) -> tuple[bool, ...]:
-    if all(issubclass(kind, _ARRAYS) for kind in set(map(type, leaves))) or all(map(is_array, leaves)):
-        return (True,) * len(leaves)
-    found: list[bool] = []
-    for argument in [*arguments[0], *(arguments[1][k] for k in sorted(arguments[1]))]:
-        mine = jax.tree.leaves(argument)
-        module = numbers_static or any(not is_array(x) and not isinstance(x, _NUMBERS) for x in mine)
-        found += [is_array(x) or (isinstance(x, _NUMBERS) and not module) for x in mine]
-    return tuple(found)
+    args, _ = call.treedef.children()
+    return len(args.children()) + sum(isinstance(where, int) for where, _ in call.static_arguments)
 
 
 def as_tuple(value: Any, kind: type) -> tuple[Any, ...]:

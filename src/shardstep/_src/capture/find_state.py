@@ -2,39 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
 
 from ..core.errors import ShardstepError
 from ..core.program import Program
-from .arguments import Argument, Call, Constant, shape_of
+from .arguments import NUMBERS, Argument, Call, Constant, shape_of
 from .tracing import Traced
+
+Shape = tuple[tuple[int, ...], Any]
 
 
 @dataclass(frozen=True, eq=False)
 class _Node:
-    """A subtree: its structure with static leaves, and the array leaves in it."""
+    """A subtree: its structure, and for each leaf its constant or the shape and number of its array."""
 
     treedef: Any
-    constants: tuple[Constant, ...]
-    leaves: tuple[int, ...]
-    shapes: tuple[tuple[tuple[int, ...], Any], ...]
+    leaves: tuple[Constant | int, ...]
+    shapes: tuple[Shape | None, ...]
+    start: int  # of its leaves in the whole tree
+
+    @property
+    def arrays(self) -> list[int]:
+        return [x for x in self.leaves if isinstance(x, int)]
 
     @property
     def bare(self) -> bool:
-        return len(self.leaves) == 1 and not self.constants
+        return len(self.leaves) == len(self.arrays) == 1
 
     def same_structure(self, other: _Node) -> bool:
-        return self.treedef == other.treedef and self.constants == other.constants
+        """The same but for arrays and numbers."""
+        if len(self.leaves) != len(other.leaves) or self.treedef != other.treedef:
+            return False
+        return all(map(_alike, self.leaves, other.leaves))
+
+    def same_shapes(self, other: _Node) -> bool:
+        pairs = zip(self.shapes, other.shapes, strict=True)
+        return all(a == b if a and b else (a or b or ((),))[0] == () for a, b in pairs)
+
+    def paired(self, other: _Node) -> list[tuple[int, int]]:
+        """The arrays that stand in the same places."""
+        pairs = zip(self.leaves, other.leaves, strict=True)
+        return [(a, b) for a, b in pairs if isinstance(a, int) and isinstance(b, int)]
 
 
-def match_state(
-    call: Call, arguments: list[Argument], paths: list[str], traced: Traced, program: Program
-) -> dict[int, int]:
+def _alike(a: Constant | int, b: Constant | int) -> bool:
+    if all(isinstance(x, int) or isinstance(x.value, NUMBERS) for x in (a, b)):
+        return True  # arrays and numbers: shapes are compared elsewhere
+    return not isinstance(a, int) and not isinstance(b, int) and a == b
+
+
+@dataclass(frozen=True, eq=False)
+class Matching:
+    """What comes back of the arguments."""
+
+    state: dict[int, int]  # array among the inputs -> array among the outputs
+    places: dict[int, int]  # leaf of the arguments' tree -> leaf of the result's, array or not
+
+
+def match_state(call: Call, arguments: list[Argument], paths: list[str], traced: Traced, program: Program) -> Matching:
     """State is what comes back: the arguments whose structure, shapes and dtypes stand among the outputs.
 
     One bare array may look like an output by chance (a learning rate and the loss are both scalars): it is state only
@@ -42,35 +71,33 @@ def match_state(
     """
     inputs = [shape_of(leaf) for leaf in call.leaves]
     outputs = [(tuple(s.shape), s.dtype) for s in traced.out_shapes]
-    candidates = list(_input_nodes(call, inputs))
-    waiting = list(range(len(candidates)))
+    waiting = _input_nodes(call, inputs)
     state: dict[int, int] = {}
+    places: dict[int, int] = {}
     unmatched: list[_Node] = []
-
-    def visit(tree: Any) -> None:
-        node = _node(tree, outputs)
-        for c in waiting:
-            wanted = candidates[c]
-            if not (node.leaves and wanted.same_structure(node) and wanted.shapes == node.shapes):
+    visiting = [_node(traced.out_tree, traced.out_leaves, outputs, 0)]
+    while visiting:
+        node = visiting.pop()
+        for wanted in waiting if node.leaves else ():
+            if not (wanted.same_structure(node) and wanted.same_shapes(node)):
                 continue
-            if not wanted.bare or depends(program, wanted.leaves[0], node.leaves[0]):
-                state.update(zip(wanted.leaves, node.leaves, strict=True))
-                waiting.remove(c)
-                return
-        unmatched.append(node)
-        for child in jax.tree.leaves(tree, is_leaf=lambda x: x is not tree):
-            if child is not tree and not isinstance(child, Constant):
-                visit(child)
-
-    visit(_output_tree(traced))
-    _check_changed(state, [candidates[c] for c in waiting], unmatched, paths, inputs, outputs)
+            if wanted.bare and (not node.bare or not depends(program, wanted.arrays[0], node.arrays[0])):
+                continue
+            state.update(wanted.paired(node))
+            places.update(zip(_range(wanted), _range(node), strict=True))
+            waiting.remove(wanted)
+            break
+        else:
+            unmatched.append(node)
+            visiting += reversed(_children(node))
+    _check_changed(state, waiting, unmatched, paths, inputs, outputs)
     if not any(_large(inputs[i]) for i in state):
         listed = ", ".join(a.name for a in arguments)
         raise ShardstepError(
             "no state found: no argument comes back among the outputs with the same structure, shapes and dtypes"
             f" (arguments: {listed}). A training step returns its new state, e.g. `return state, loss`."
         )
-    return state
+    return Matching(state, places)
 
 
 def depends(program: Program, i: int, o: int) -> bool:
@@ -87,26 +114,34 @@ def _large(shape: tuple[tuple[int, ...], Any]) -> bool:
     return len(shape[0]) > 0
 
 
-def _input_nodes(call: Call, shapes: Sequence[Any]) -> Iterator[_Node]:
+def _node(treedef: Any, leaves: Sequence[Any], shapes: Sequence[Shape], start: int) -> _Node:
+    known = tuple(shapes[x] if isinstance(x, int) else None for x in leaves)
+    return _Node(treedef, tuple(leaves), known, start)
+
+
+def _input_nodes(call: Call, shapes: Sequence[Shape]) -> list[_Node]:
     arrays, constants = iter(range(len(call.leaves))), iter(call.statics)
-    marked = [next(arrays) if traced else next(constants) for traced in call.traced]
-    args, kwargs = jax.tree.unflatten(call.treedef, marked)
-    for argument in [*args, *(kwargs[k] for k in sorted(kwargs))]:
-        yield _node(argument, shapes)
+    leaves = [next(arrays) if traced else next(constants) for traced in call.traced]
+    nodes, start = [], 0
+    for treedef in call.arguments:
+        stop = start + treedef.num_leaves
+        nodes.append(_node(treedef, leaves[start:stop], shapes, start))
+        start = stop
+    return nodes
 
 
-def _output_tree(traced: Traced) -> Any:
-    leaves: list[Any] = list(range(len(traced.out_shapes)))
-    for i, constant in traced.out_constants:
-        leaves.insert(i, constant)
-    return jax.tree.unflatten(traced.out_tree, leaves)
+def _children(node: _Node) -> list[_Node]:
+    """Of a structure, not of a tree: no class of the user's is called with what it does not expect."""
+    children, start = [], 0
+    for treedef in node.treedef.children():
+        stop = start + treedef.num_leaves
+        children.append(_Node(treedef, node.leaves[start:stop], node.shapes[start:stop], node.start + start))
+        start = stop
+    return children
 
 
-def _node(tree: Any, shapes: Sequence[Any]) -> _Node:
-    leaves, treedef = jax.tree.flatten(tree)
-    arrays = tuple(x for x in leaves if not isinstance(x, Constant))
-    constants = tuple(x for x in leaves if isinstance(x, Constant))
-    return _Node(treedef, constants, arrays, tuple(shapes[i] for i in arrays))
+def _range(node: _Node) -> range:
+    return range(node.start, node.start + len(node.leaves))
 
 
 def _check_changed(
@@ -120,21 +155,26 @@ def _check_changed(
     """An argument that comes back changed in shape or dtype is a mistake in the step, not a batch."""
     for node in arguments:
         for other in outputs:
-            if not node.same_structure(other) or not node.leaves:
+            if not node.arrays or not node.same_structure(other) or not (pairs := node.paired(other)):
                 continue
-            same = [a == b for a, b in zip(node.shapes, other.shapes, strict=True)]
-            alike = any(same) if len(same) > 1 else not state and _large(node.shapes[0]) and _like(node, other)
-            if alike:
-                i, o = next((i, o) for i, o, s in zip(node.leaves, other.leaves, same, strict=True) if not s)
+            same = [before[i] == after[o] for i, o in pairs]
+            first = pairs[0]
+            alike = (
+                any(same)
+                if len(same) > 1
+                else not state and _large(before[first[0]]) and _like(before[first[0]], after[first[1]])
+            )
+            if alike and not all(same):
+                i, o = next(pair for pair, s in zip(pairs, same, strict=True) if not s)
                 raise ShardstepError(
                     f"the state leaf {paths[i]} comes in as {_text(before[i])} but goes out as {_text(after[o])}: a"
                     " step must return its state with the shapes and dtypes it came with. Cast or reshape it there."
                 )
 
 
-def _like(node: _Node, other: _Node) -> bool:
+def _like(before: Shape, after: Shape) -> bool:
     """One array in, one array out: the same weight if shape or dtype is kept."""
-    (a, _), (b, _) = node.shapes[0], other.shapes[0]
+    (a, _), (b, _) = before, after
     return a == b or (len(a) == len(b) and bool(np.prod(a) == np.prod(b)))
 
 

@@ -36,7 +36,7 @@ def simplify(program: Program) -> Program:
 
 
 def _swap(dot: Equation) -> tuple[int, ...]:
-    """The permutation that puts the dimensions of the second factor in front of those of the first."""
+    """The permutation that puts the dimensions of the second factor before those of the first."""
     (contracted, _), (batch, _) = dot.params["dimension_numbers"]
     first = len(batch)
     second = first + dot.inputs[0].array.ndim - len(contracted) - len(batch)

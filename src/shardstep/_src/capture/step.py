@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
+from jax.tree_util import KeyPath
 
-from ..core.errors import ShardstepError
+from ..core import passes
 from ..core.program import Program, flatten
 from ..core.user_shardings import Kept, kept
-from ..rules.effects import REFUSED
+from . import numbers
 from .arguments import Argument, Call, Constant, Signature, abstract
 from .batch import Batch, check_divisible, check_not_empty, infer_batch, named_batch
-from .find_state import match_state
+from .find_state import Matching, match_state
+from .jitted import Jitted, donated
 from .simplification import simplify
-from .tracing import trace, trace_guessing
+from .tracing import Keep, Traced, trace, trace_guessing
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,8 +36,12 @@ class Captured:
     state: dict[int, int]  # input -> the output that replaces it
     batch: dict[int, int]  # input -> the dimension that holds the examples
     axis_name: str | None
-    kept: tuple[Kept, ...]  # for each input, how it lies over the axes of the mesh that are the user's
+    kept: tuple[Kept, ...]  # for each input, its layout over the user's own mesh axes
     weak: frozenset[int]  # state that a jitted step would return weakly typed, as it came (a Python number)
+    constants: frozenset[int]  # the Python numbers among the leaves of the arguments that are not traced
+    key_paths: tuple[KeyPath, ...]  # of all leaves of the arguments
+    out_paths: tuple[KeyPath, ...]  # of all leaves of the result
+    donated: tuple[int, ...]  # the state that may be given away: of a step that is jitted already, what it donates
 
     @property
     def frozen(self) -> set[int]:
@@ -50,56 +57,48 @@ class Captured:
         return jax.tree.unflatten(self.out_tree, leaves)
 
 
-def capture(
-    step: Callable[..., Any],
-    signature: Signature,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    batch: Batch,
-    data_axes: tuple[str, ...],
-    replicas: int,
-    axis_name: str | None,
-    mesh: Mesh | None = None,
-    others: Collection[str] = (),
-) -> Captured:
-    """Trace a step from the shapes of its arguments."""
-    call = signature.take_apart(args, kwargs)
-    try:
-        return _capture(step, signature, call, batch, data_axes, replicas, axis_name, mesh, others)
-    except jax.errors.ConcretizationTypeError:
-        # numbers that steer Python control flow are static, as eqx.filter_jit has them
-        call = signature.take_apart(args, kwargs, numbers_static=True)
-        return _capture(step, signature, call, batch, data_axes, replicas, axis_name, mesh, others)
+@dataclass(frozen=True, eq=False)
+class StepSpec:
+    """A training step as its user gave it, and where it will run."""
+
+    step: Callable[..., Any]
+    signature: Signature
+    batch: Batch
+    data_axes: tuple[str, ...]  # what an array's own sharding may call the axes that carry the batch
+    replicas: int
+    axis_name: str | None = None  # of a per-replica step
+    mesh: Mesh | None = None  # the user's own
+    user_axes: Collection[str] = ()  # of the mesh, those that are the user's: state keeps its sharding over them
 
 
-def _capture(
-    step: Callable[..., Any],
-    signature: Signature,
-    call: Call,
-    batch: Batch,
-    data_axes: tuple[str, ...],
-    replicas: int,
-    axis_name: str | None,
-    mesh: Mesh | None,
-    others: Collection[str],
-) -> Captured:
-    arguments, paths = signature.describe(call)
-    examples = named_batch(call, arguments, batch)
-    if axis_name is None:
-        traced = trace(step, call, mesh=mesh)
-    elif examples is not None:
-        check_divisible(call, paths, examples, replicas)
-        traced = trace(step, call, axis_name, replicas, examples)
-    else:
-        traced = trace_guessing(step, call, arguments, axis_name, replicas)
-    program = simplify(flatten(traced.jaxpr))
-    state = match_state(call, arguments, paths, traced, program)
+def capture(spec: StepSpec, args: Sequence[Any], kwargs: dict[str, Any], varying: Collection[int] = ()) -> Captured:
+    """Trace a step from the shapes of its arguments. `varying`: numbers that had other values in earlier calls."""
+    step, signature, axis_name, replicas = spec.step, spec.signature, spec.axis_name, spec.replicas
+    key_paths = signature.key_paths(args, kwargs)
+
+    def read(call: Call, keep: Keep | None) -> _Reading:
+        arguments, paths = signature.describe(call, key_paths)
+        examples = named_batch(call, arguments, spec.batch)
+        if axis_name is None:
+            traced = trace(step, call, mesh=spec.mesh, keep=keep)
+        elif examples is not None:
+            check_divisible(call, paths, examples, replicas)
+            traced = trace(step, call, axis_name, replicas, examples, keep=keep)
+        else:
+            traced = trace_guessing(step, call, arguments, axis_name, replicas, keep)
+        return _Reading(call, arguments, paths, examples, traced, keep)
+
+    reading = numbers.settle(signature.take_apart(args, kwargs), read, varying)
+    call, arguments, paths, traced = reading.call, reading.arguments, reading.paths, reading.traced
+    program, state, examples = reading.program, reading.matching.state, reading.examples
+    jitted = Jitted.of(traced.jaxpr)
+    laid_out = jitted.laid_out(call) if jitted else call
     if examples is None:
-        examples = infer_batch(call, arguments, state, batch, data_axes)
+        examples = infer_batch(laid_out, arguments, state, spec.batch, spec.data_axes)
         if axis_name is not None:
             check_divisible(call, paths, examples, replicas)
-            traced = trace(step, call, axis_name, replicas, examples)
-            program = simplify(flatten(traced.jaxpr))
+            traced = trace(step, call, axis_name, replicas, examples, keep=reading.keep)
+            program = _program(traced)
     state = {i: o for i, o in state.items() if i not in examples}
     check_not_empty(call, paths, examples)
     return Captured(
@@ -112,12 +111,37 @@ def _capture(
         state=state,
         batch=examples,
         axis_name=axis_name,
-        kept=tuple(kept(leaf, others) for leaf in call.leaves),
+        kept=tuple(kept(leaf, spec.user_axes) for leaf in laid_out.leaves),
         weak=frozenset(i for i, o in state.items() if traced.out_shapes[o].weak_type),
+        constants=frozenset(p for p in call.numbers if not call.traced[p]),
+        key_paths=tuple(key_paths),
+        out_paths=traced.out_paths,
+        donated=donated(jitted, tuple(state)),
     )
 
 
-# -- what cannot be rewritten -----------------------------------------------------------------------------------------
+@dataclass(frozen=True, eq=False)
+class _Reading:
+    """A step traced with some of its numbers as constants."""
+
+    call: Call
+    arguments: list[Argument]
+    paths: list[str]
+    examples: dict[int, int] | None  # where the user named them
+    traced: Traced
+    keep: Keep | None
+
+    @functools.cached_property
+    def program(self) -> Program:
+        return _program(self.traced)
+
+    @functools.cached_property
+    def matching(self) -> Matching:
+        return match_state(self.call, self.arguments, self.paths, self.traced, self.program)
+
+
+def _program(traced: Traced) -> Program:
+    return passes.leave("simplification", simplify(passes.leave("capture", flatten(traced.jaxpr))))
 
 
 def uses_axis(program: Program, axis_name: str) -> bool:
@@ -127,21 +151,3 @@ def uses_axis(program: Program, axis_name: str) -> bool:
         return value == axis_name or (isinstance(value, tuple) and axis_name in value)
 
     return any(mentions(e.params.get("axes")) or mentions(e.params.get("axis_name")) for e in program.walk())
-
-
-def refuse(program: Program) -> None:
-    """Say clearly what cannot be rewritten."""
-    for equation in program.walk():
-        if equation.primitive in REFUSED:
-            raise ShardstepError(f"{equation.line}: {REFUSED[equation.primitive]}.")
-        refs = [e for e in equation.effects if "Ref" in type(e).__name__ or "Write" in type(e).__name__]
-        if refs:
-            raise ShardstepError(
-                f"{equation.line}: the step reads or writes a mutable array (jax.Ref). Pass its value in and return"
-                " the new one instead."
-            )
-        if any("Ordered" in type(e).__name__ for e in equation.effects):
-            raise ShardstepError(
-                f"{equation.line}: {equation.primitive} asks for ordered effects, which JAX has on one device only."
-                " Leave ordered=True out: it still happens once, on the first replica."
-            )

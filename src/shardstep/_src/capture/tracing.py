@@ -2,28 +2,52 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.tree_util import KeyPath
 
 from ..core import meshes
 from ..core.errors import ShardstepError
-from .arguments import Argument, Call, Constant, abstract, is_array, shape_of
+from .arguments import NUMBERS, Argument, Call, Constant, abstract, is_array, shape_of
 
 
 @dataclass(frozen=True, eq=False)
 class Traced:
     jaxpr: Any
     out_tree: Any
+    out_paths: tuple[KeyPath, ...]  # of all leaves
     out_shapes: tuple[Any, ...]  # of the array leaves
     out_constants: tuple[tuple[int, Constant], ...]
 
+    @property
+    def holds_objects(self) -> bool:
+        """Does it return what is neither array nor number (functions and strings, as Equinox modules hold)?"""
+        return any(not isinstance(c.value, NUMBERS) for _, c in self.out_constants)
+
+    @property
+    def out_leaves(self) -> list[Any]:
+        """For each leaf of the result its constant, or the number of its array."""
+        leaves: list[Any] = list(range(len(self.out_shapes)))
+        for i, constant in self.out_constants:
+            leaves.insert(i, constant)
+        return leaves
+
+
+Keep = Callable[[int], bool]  # is a Python number returned as it is, if it stands at this leaf of the result?
+
 
 def trace_guessing(
-    step: Callable[..., Any], call: Call, arguments: Sequence[Argument], axis_name: str, replicas: int
+    step: Callable[..., Any],
+    call: Call,
+    arguments: Sequence[Argument],
+    axis_name: str,
+    replicas: int,
+    keep: Keep | None = None,
 ) -> Traced:
     """Trace a per-replica step whose batch is not known yet.
 
@@ -39,10 +63,10 @@ def trace_guessing(
             guesses += [{**guess, **mine} for guess in guesses[:8]]
     for guess in guesses[1:]:
         try:
-            return trace(step, call, axis_name, replicas, guess)
+            return trace(step, call, axis_name, replicas, guess, keep=keep)
         except (TypeError, ValueError):
             continue
-    return trace(step, call, axis_name, replicas)
+    return trace(step, call, axis_name, replicas, keep=keep)
 
 
 def trace(
@@ -52,30 +76,47 @@ def trace(
     replicas: int = 1,
     batch: dict[int, int] | None = None,
     mesh: Mesh | None = None,
+    keep: Keep | None = None,
 ) -> Traced:
-    """Trace a step; `mesh` is the user's.
+    """Trace a step; `mesh` is the user's, `keep` says which numbers are returned as numbers, not as arrays.
 
     Where shardings are types (Explicit axes), the step is read as ordinary code first. One that speaks of shardings
     itself (`reshard`, `out_sharding=`) cannot be, and is read as `jax.jit` would read it.
     """
     typed = meshes.explicit(mesh) if mesh is not None and axis_name is None else None
     if typed is None:
-        return _trace(step, call, axis_name, replicas, batch)
+        return _trace(functools.partial(_flat, step, call, keep), call, axis_name, replicas, batch)
     try:
         with meshes.within(meshes.auto(typed)):
-            return _trace(step, call)
+            return _trace(functools.partial(_flat, step, call, keep), call)
     except Exception as ordinary:
         try:
             with meshes.within(typed, always=True):
-                return _trace(step, call, typed=typed)
+                return _trace(functools.partial(_flat, step, call, keep), call, typed=typed)
         except Exception as error:
             if type(error) is type(ordinary):
                 raise ordinary from None
             raise error from ordinary
 
 
+def _flat(
+    step: Callable[..., Any], call: Call, keep: Keep | None, found: dict[str, Any], leaves: Sequence[Any]
+) -> list[Any]:
+    """The arrays that the step returns for these; `found` gets what else it returns."""
+    args, kwargs = call.rebuild(leaves)
+    with_paths, found["tree"] = jax.tree_util.tree_flatten_with_path(step(*args, **kwargs))
+    found["paths"], out = tuple(path for path, _ in with_paths), [x for _, x in with_paths]
+    objects = any(not is_array(x) and not isinstance(x, NUMBERS) for x in out)
+    arrays = [
+        is_array(x) or (isinstance(x, NUMBERS) and not (objects if keep is None else keep(i)))
+        for i, x in enumerate(out)
+    ]
+    found["constants"] = tuple((i, Constant(x)) for i, (x, a) in enumerate(zip(out, arrays, strict=True)) if not a)
+    return [x for x, a in zip(out, arrays, strict=True) if a]
+
+
 def _trace(
-    step: Callable[..., Any],
+    flat: Callable[[dict[str, Any], Sequence[Any]], list[Any]],
     call: Call,
     axis_name: str | None = None,
     replicas: int = 1,
@@ -83,22 +124,12 @@ def _trace(
     typed: AbstractMesh | None = None,
 ) -> Traced:
     found: dict[str, Any] = {}
-
-    def flat(*leaves: Any) -> list[Any]:
-        args, kwargs = call.rebuild(leaves)
-        out, found["tree"] = jax.tree.flatten(step(*args, **kwargs))
-        numbers = (bool, int, float, complex)
-        module = any(not is_array(x) and not isinstance(x, numbers) for x in out)
-        arrays = [is_array(x) or (isinstance(x, numbers) and not module) for x in out]
-        found["constants"] = tuple((i, Constant(x)) for i, (x, a) in enumerate(zip(out, arrays, strict=True)) if not a)
-        return [x for x, a in zip(out, arrays, strict=True) if a]
-
     avals = [_local(abstract(leaf), (batch or {}).get(i), replicas) for i, leaf in enumerate(call.leaves)]
     if typed is not None:
         avals = [_with_sharding(aval, leaf, typed) for aval, leaf in zip(avals, call.leaves, strict=True)]
     env = [(axis_name, replicas)] if axis_name is not None else None
     try:
-        jaxpr, shapes = jax.make_jaxpr(flat, axis_env=env, return_shape=True)(*avals)
+        jaxpr, shapes = jax.make_jaxpr(lambda *leaves: flat(found, leaves), axis_env=env, return_shape=True)(*avals)
     except NameError as error:
         if "unbound axis name" not in str(error):
             raise
@@ -106,7 +137,7 @@ def _trace(
             f"the step uses a collective over an axis that is not bound ({error}). If it is a per-replica step, as for"
             " pmap or shard_map, give its axis: shardstep.shard(step, mesh, axis_name=...)."
         ) from error
-    return Traced(jaxpr, found["tree"], tuple(shapes), found["constants"])
+    return Traced(jaxpr, found["tree"], found["paths"], tuple(shapes), found["constants"])
 
 
 def _local(aval: jax.ShapeDtypeStruct, dim: int | None, replicas: int) -> jax.ShapeDtypeStruct:
@@ -118,7 +149,7 @@ def _local(aval: jax.ShapeDtypeStruct, dim: int | None, replicas: int) -> jax.Sh
 
 
 def _with_sharding(aval: jax.ShapeDtypeStruct, leaf: Any, mesh: AbstractMesh) -> jax.ShapeDtypeStruct:
-    """With the argument's own sharding as its type, where it lies on this mesh."""
+    """With the argument's own sharding as its type, where it is on this mesh."""
     sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.mesh.axis_names != mesh.axis_names:
         return aval

@@ -1,4 +1,4 @@
-"""Where checkpoints lie: a directory of numbered steps, as Orbax's CheckpointManager has it, or one alone."""
+"""Where checkpoints are stored: a directory of numbered steps, as Orbax's CheckpointManager has it, or one alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Stored:
     """A checkpoint on disk, whole or not."""
 
     directory: Path
-    step: int | None  # None: it lies at the path itself
+    step: int | None  # None: it is the path itself
     committed: bool  # does it have its final name?
 
     @property

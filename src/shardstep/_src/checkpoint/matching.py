@@ -19,7 +19,7 @@ from ..planning.plan import Argument, Plan
 _STATE = {"weight", "auxiliary", "frozen"}
 _SHOWN = 20  # lines of a list of differences
 
-Key = tuple[str, ...]  # where a leaf lies in a tree, as Orbax names it
+Key = tuple[str, ...]  # the path of a leaf in a tree, as Orbax names it
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Wanted:
 
     @property
     def stored(self) -> jax.ShapeDtypeStruct:
-        """As it lies in the file: of a PRNG key its words."""
+        """As stored in the file: a PRNG key as its words."""
         logical = jax.ShapeDtypeStruct(self.shape, self.dtype)
         return jax.eval_shape(jax.random.key_data, logical) if self.is_key else logical
 

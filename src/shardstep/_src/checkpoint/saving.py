@@ -31,8 +31,7 @@ from ..core.progress import bar, silent
 from ..planning.plan import Plan
 from ..runtime import processes
 from ..runtime.processes import is_local
-from . import directories as stored
-from . import manifest
+from . import directories, manifest
 from .directories import ITEM, MARK, Stored
 from .matching import Expected, Match, expect
 
@@ -108,7 +107,7 @@ def save(
     In a run of many processes all of them call it, with the same arguments and a path that all of them see.
     """
     finish()
-    target = stored.at(_local_path(path), None if step is None else operator.index(step))
+    target = directories.at(_local_path(path), None if step is None else operator.index(step))
     _make_way(target, overwrite)
     tree, cropped = _to_file(state)
     args: Any = ocp.args.StandardSave(tree)
@@ -196,7 +195,7 @@ def _seal(target: Stored, cropped: dict[str, tuple[int, ...]]) -> None:
     """Last of all, before Orbax gives the checkpoint its name; on the first process alone."""
     tree = Stored(target.writing, target.step, False).tree
     if tree is None:
-        raise FileNotFoundError(f"{target.writing} holds no {stored.TREE}")
+        raise FileNotFoundError(f"{target.writing} holds no {directories.TREE}")
     (tree / "_sharding").unlink(missing_ok=True)  # a layout has no place in the file
     for name, shape in cropped.items():
         _crop(tree, name, shape)
@@ -204,7 +203,7 @@ def _seal(target: Stored, cropped: dict[str, tuple[int, ...]]) -> None:
 
 
 def _crop(tree: Path, name: str, shape: tuple[int, ...]) -> None:
-    """Take the padding off an array where it lies. Each replica has written its block; this only changes the bounds."""
+    """Remove an array's padding in place. Each replica has written its block; this only changes the bounds."""
     files = {"driver": "file", "path": f"{tree}/"}
     arrays = {"driver": "ocdbt", "base": files, "path": f"{name}/"}
     opened = tensorstore.open({"driver": "zarr", "kvstore": arrays}).result()
@@ -255,14 +254,14 @@ def restore(path: str | os.PathLike[str], plan: Plan, *, step: int | None = None
 def latest_step(path: str | os.PathLike[str]) -> int | None:
     """The number of the newest committed checkpoint under `path`, or None. `restore` may find that it is broken."""
     root = _local_path(path)
-    found = next((str(s.step) for s in stored.find(root) if s.committed and s.step is not None), "")
+    found = next((str(s.step) for s in directories.find(root) if s.committed and s.step is not None), "")
     agreed = processes.from_first(found)
     return int(agreed) if agreed else None
 
 
 def _candidates(root: Path, step: int | None) -> list[Stored]:
     """As the first process sees them: a network file system may show others an older state."""
-    found = [s for s in stored.find(root) if step is None or s.step == step]
+    found = [s for s in directories.find(root) if step is None or s.step == step]
     if step is not None:
         found = found[:1]
     names = processes.from_first("\n".join(s.directory.name for s in found[:100])).splitlines()
@@ -272,7 +271,7 @@ def _candidates(root: Path, step: int | None) -> list[Stored]:
 
 
 def _try(candidate: Stored, expected: Expected) -> tuple[str, Any]:
-    """(what is wrong, the state). All processes come to the same end."""
+    """(what is wrong, the state). All processes reach the same conclusion."""
     share = (jax.process_index(), jax.process_count())
     with bar(f"checking {candidate.directory.name}", _bytes_under(candidate.directory)) as advance:
         if problem := processes.first_of(candidate.problem(share, advance)):

@@ -7,11 +7,13 @@ import functools
 import importlib
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend import source_info_util
 from jax.extend.core import primitives as exported
+
+from .errors import ShardstepError
 
 # Primitives that training steps contain and JAX does not export, with the module that defines them.
 _HOMES = {
@@ -60,17 +62,53 @@ _HOMES = {
 }
 
 
+class Lifetime(NamedTuple):
+    """The JAX versions that are known to have a primitive: from `since` on, and no longer in `until`."""
+
+    since: tuple[int, int] = (0, 10)
+    until: tuple[int, int] | None = None
+
+    def includes(self, version: tuple[int, int]) -> bool:
+        return self.since <= version and (self.until is None or version < self.until)
+
+
+# Primitives that not every supported JAX has. All others must be there.
+_LIFETIMES = {
+    "log2": Lifetime(since=(0, 12)),
+    "one_minus_square": Lifetime(since=(0, 12)),
+    "polynomial": Lifetime(since=(0, 12)),
+}
+
+
 def primitive(name: str) -> Any:
-    """The primitive `<name>_p`, or None where this JAX does not have it."""
+    """The primitive `<name>_p`; None only where `_LIFETIMES` says that this JAX does not have it.
+
+    Any other name that is not found was misspelled, or JAX renamed or moved it: its rule would silently be lost.
+    """
     found = getattr(exported, f"{name}_p", None)
     if found is None and name in _HOMES:
-        module = importlib.import_module(f"jax._src.{_HOMES[name]}")
-        found = getattr(module, f"{name}_p", None)
+        found = _at_home(name)
+    if found is None and _LIFETIMES.get(name, Lifetime()).includes(_VERSION):
+        raise ShardstepError(
+            f"JAX {jax.__version__} has no primitive {name!r}. If it was renamed, moved or removed, say so in _HOMES or"
+            " _LIFETIMES of shardstep/_src/core/compat.py; otherwise install a JAX that shardstep supports"
+        )
     return found
 
 
+_VERSION: tuple[int, int] = jax.__version_info__[:2]
+
+
+def _at_home(name: str) -> Any:
+    try:
+        module = importlib.import_module(f"jax._src.{_HOMES[name]}")
+    except ModuleNotFoundError:  # JAX moved the module
+        return None
+    return getattr(module, f"{name}_p", None)
+
+
 def primitives(names: str) -> list[Any]:
-    """Those of the space-separated names that this JAX has."""
+    """The primitives of these space-separated names, without those that are newer or older than this JAX."""
     return [p for p in map(primitive, names.split()) if p is not None]
 
 
@@ -138,7 +176,7 @@ def scan_counts(params: Any) -> tuple[int, int]:
 
 
 def register_array_type(kind: type, as_array: Callable[[Any], jax.Array]) -> None:
-    """Let `jax.jit`, `jnp` functions and `jax.device_put` take objects of this type for the array they stand for."""
+    """Let `jax.jit`, `jnp` functions and `jax.device_put` take objects of this type in place of arrays."""
     from jax._src import core, dtypes
     from jax._src.array import ArrayImpl
     from jax._src.interpreters import pxla
@@ -149,3 +187,30 @@ def register_array_type(kind: type, as_array: Callable[[Any], jax.Array]) -> Non
     core.pytype_aval_mappings[kind] = lambda x: core.ShapedArray(x.shape, x.dtype)
     pxla.shard_arg_handlers[kind] = shard_args
     dtypes.canonicalize_value_handlers[kind] = as_array
+
+
+def static_arguments(step: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The `static_argnums` and `static_argnames` that a function was jitted with."""
+    info = _jit_info(step)
+    return tuple(getattr(info, "static_argnums", ())), tuple(getattr(info, "static_argnames", ()))
+
+
+def debugs_nans() -> bool:
+    """Does JAX look for NaNs (or infinities) in what a program returns?"""
+    return bool(jax.config.jax_debug_nans or jax.config.jax_debug_infs)  # type: ignore[attr-defined]
+
+
+def jitted_mesh(step: Any) -> jax.sharding.Mesh | None:
+    """The mesh of the `in_shardings` that a function was jitted with, if it was."""
+    shardings = getattr(_jit_info(step), "in_shardings_leaves", ())
+    meshes = (s.mesh for s in shardings if isinstance(s, jax.sharding.NamedSharding))
+    return next((mesh for mesh in meshes if isinstance(mesh, jax.sharding.Mesh)), None)
+
+
+def _jit_info(step: Any) -> Any:
+    """What `jax.jit` was told, also where functions are wrapped around the jitted one; None without a jit."""
+    while step is not None:
+        if (info := getattr(step, "_jit_info", None)) is not None:
+            return info
+        step = getattr(step, "__wrapped__", None)
+    return None

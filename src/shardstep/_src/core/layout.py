@@ -1,17 +1,21 @@
 """What a replica holds of a value.
 
 A *layout* is one placement for each data axis of the mesh. Placements are plain frozen data: rules
-compute with them, the planner prints them, and only `moves.py` turns a change of placement into
+compute with them, the planner prints them, and only `runtime/collectives.py` turns a change of placement into
 communication.
 """
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
+
+from .backend import Backend
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,19 +31,19 @@ class Split:
     """Each replica along the axis holds one block of dimension `dim`.
 
     With `outer > 1` the dimension is read as `(outer, rest)` and `rest` is what is split: this is how a batch survives
-    `(T, B) -> (T*B)`. `dealt`: the blocks hold the examples in another order, which is only given to readers that do
-    not mind (see `rules/microbatches.py`). `batch` records that the split comes from the examples, not from the state;
-    it never makes two placements differ, it only says who yields when the two meet.
+    `(T, B) -> (T*B)`. `permuted`: the blocks hold the examples in another order, which is only given to readers that do
+    not mind (see `propagation/microbatches.py`). `batch` records that the split comes from the examples, not from the
+    state, and so who yields when the two meet. Equality asks for the blocks alone (see `origins`).
 
-    A dimension that the replicas do not divide is padded to `extent` elements before it is cut. What stands in the
-    padding is never defined: elementwise rules compute with it, and rules that mix elements fill it first. Where
+    A dimension that the replicas do not divide is padded to `extent` elements before it is cut. The contents of the
+    padding are undefined: elementwise rules compute with it, and rules that mix elements fill it first. Where
     several axes split one dimension, the outermost carries the extent, and the others divide what it leaves.
     """
 
     dim: int
     outer: int = 1
     batch: bool = field(default=False, compare=False)
-    dealt: bool = False
+    permuted: bool = False
     extent: int = 0  # 0: the dimension divides as it is
 
     def on(self, dim: int, outer: int = 1) -> Split:
@@ -102,11 +106,7 @@ class Axis(NamedTuple):
 
     names: tuple[str, ...]
     size: int
-    widens: bool = False  # are sums of 16-bit floats formed in float32, as XLA's own all-reduce does on CPU?
-    tiled: bool = False  # does memory come in tiles, as on TPU?
-    message_bytes: int = 0  # larger blocks are scattered in pieces (see ring_scatter.py); 0: whole
-    outermost: bool = False  # do collectives cut the outermost dimension only, as XLA's do on CPU?
-    in_memory: bool = False  # do the replicas share one memory, so that there is no wire to overlap anything with?
+    backend: Backend = Backend()
 
     @property
     def name(self) -> str | tuple[str, ...]:
@@ -114,9 +114,25 @@ class Axis(NamedTuple):
         return self.names if len(self.names) > 1 else self.names[0]
 
 
+def joined(axes: tuple[Axis, ...]) -> Axis:
+    """All of these axes as one."""
+    if len(axes) == 1:
+        return axes[0]
+    return Axis(tuple(n for a in axes for n in a.names), math.prod(a.size for a in axes), axes[0].backend)
+
+
 def is_batch(placement: Placement) -> bool:
     """Does this placement carry the examples themselves (not yet reduced over them)?"""
     return isinstance(placement, Varying) or (isinstance(placement, Split) and placement.batch)
+
+
+def origins(placements: Iterable[Any]) -> tuple[bool, ...]:
+    """Which splits carry the examples.
+
+    Equality asks whether two placements cut the same blocks. Decisions ask where the blocks come from, too, so whatever
+    is remembered by placements is remembered by their origins as well.
+    """
+    return tuple([p.batch for p in placements if isinstance(p, Split)])
 
 
 def divides(shape: tuple[int, ...], split: Split, n: int) -> bool:
@@ -175,6 +191,11 @@ def fits(shape: tuple[int, ...], layout: Layout, axes: tuple[Axis, ...]) -> bool
     return True
 
 
+def whole(axes: tuple[Axis, ...]) -> Layout:
+    """The layout of a value that every replica holds all of."""
+    return (REPLICATED,) * len(axes)
+
+
 def put(layout: Layout, k: int, placement: Placement) -> Layout:
     """The layout with another placement along axis k."""
     return (*layout[:k], placement, *layout[k + 1 :])
@@ -185,11 +206,17 @@ def partition_spec(ndim: int, layout: Layout, axes: tuple[Axis, ...]) -> Partiti
     names: list[list[str]] = [[] for _ in range(ndim)]
     for placement, axis in zip(layout, axes, strict=True):
         if isinstance(placement, Split):
-            assert placement.outer == 1, "an outer split never rests between steps"
+            assert placement.outer == 1, "no leaf has an outer split at rest"
             names[placement.dim].extend(axis.names)
     while names and not names[-1]:
         names.pop()
     return PartitionSpec(*(None if not n else n[0] if len(n) == 1 else tuple(n) for n in names))
+
+
+def describe(array: Array) -> str:
+    """`f32[128,512]`, as jaxprs print it."""
+    dtype = re.sub(r"^(b?f|u?i|c)(?:loat|nt|omplex)(?=\d)", r"\1", str(array.dtype)).replace("ui", "u")
+    return f"{dtype}[{','.join(map(str, array.shape))}]"
 
 
 def show(layout: Layout) -> str:

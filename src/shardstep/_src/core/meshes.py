@@ -36,7 +36,7 @@ def around() -> Mesh | None:
 
 
 def typed_copy(mesh: Mesh, user_mesh: Mesh) -> Mesh | None:
-    """Our mesh with the user's Explicit axes, where he has any and the two have the same axes."""
+    """Our mesh with the user's Explicit axes, if there are any and both meshes have the same axes."""
     theirs = explicit(user_mesh)
     if theirs is None or dict(theirs.shape) != dict(mesh.shape):
         return None

@@ -18,19 +18,20 @@ class Options:
     """Settings of `shardstep.shard`.
 
     Attributes:
-        min_shard_bytes: smaller state leaves rest replicated: splitting them saves nothing and costs a message.
+        min_shard_bytes: smaller state leaves stay replicated: splitting them saves little and costs a message.
             None: as the cost model says for the machine, at least 16 KiB.
-        bucket_bytes: tensors up to this size travel together, at most so many bytes in one collective; larger ones
-            travel alone. 0: every tensor alone. None: what was measured for the platform (`fusing.BUCKET_BYTES`).
-        reduce_dtype: the dtype in which gradients are added up over the replicas, `jnp.float32` or `jnp.bfloat16`, say.
+        bucket_bytes: tensors up to this size are sent together, at most this many bytes per collective; larger ones
+            are sent alone. 0: every tensor alone. None: what was measured for the platform.
+        reduce_dtype: the dtype in which gradients are summed over the replicas, such as `jnp.bfloat16`.
             None: the dtype they are produced in. Scalars, and statistics that the forward pass reads, keep theirs.
         gather_dtype: the dtype in which weights that rest sharded are gathered for the forward pass. None: the dtype
             that the forward pass reads. What the state itself holds is never rounded.
         topology: read the devices as this machine, for example `"v5e:4x4"`; by default, as what they are. To plan for a
             machine from another one, and to test.
         donate: reuse the memory of the old state for the new, as `jax.jit(..., donate_argnums=...)` does.
+            A jitted step that names what it donates is obeyed.
         check: let JAX's type system (`check_vma`) certify that what is called replicated is replicated.
-        engine: `"rewrite"` rewrites the step; `"annotate"` leaves it as it is and only tells XLA how the state rests;
+        engine: `"rewrite"` rewrites the step; `"annotate"` leaves it as it is and only tells XLA the state's layout;
             `"auto"` rewrites unless that would send more than the replicated step does.
     """
 
@@ -49,7 +50,7 @@ class Options:
             if value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
-                raise ShardstepError(f"Options({name}={value!r}): give a number of bytes, 0 or more")
+                raise ShardstepError(f"Options({name}={value!r}): use a number of bytes, 0 or more")
         for name in ("reduce_dtype", "gather_dtype"):
             object.__setattr__(self, name, _floating(name, getattr(self, name)))
         if self.engine not in ENGINES:
@@ -63,9 +64,9 @@ def _floating(name: str, value: Any) -> Any:
     try:
         dtype = jnp.dtype(value)
     except TypeError as error:
-        raise ShardstepError(f"Options({name}={value!r}) is not a dtype: give jnp.bfloat16, say") from error
+        raise ShardstepError(f"Options({name}={value!r}) is not a dtype: use jnp.bfloat16, for example") from error
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ShardstepError(
-            f"Options({name}={value!r}): give a floating-point dtype, jnp.bfloat16 or jnp.float32, say"
+            f"Options({name}={value!r}): use a floating-point dtype such as jnp.bfloat16 or jnp.float32"
         )
     return dtype

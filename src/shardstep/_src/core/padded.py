@@ -1,4 +1,4 @@
-"""A large leaf that no dimension divides, at rest: padded and split, but to its user the array that it stands for."""
+"""A large leaf that no dimension divides, at rest: padded and split, but to the user an ordinary array."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import jax
 from jax import lax
 
 from . import compat
-from .layout import Array
+from .layout import Array, describe
 
 
 class Var:
@@ -25,6 +25,30 @@ class Var:
 
     def __init__(self, array: Array):
         self.array = array
+
+
+class Names:
+    """a, b, ..., z, aa, ...: a name for each value, in the order in which they are first asked for."""
+
+    def __init__(self) -> None:
+        self._given: dict[Any, str] = {}
+
+    def __getitem__(self, atom: Atom) -> str:
+        if isinstance(atom, Literal):
+            return "constant" if atom.array.shape else _number(atom.value)
+        return self._given.setdefault(atom, _letters(len(self._given)))
+
+    def typed(self, atoms: Sequence[Atom]) -> str:
+        """`a:f32[8,4] b:i32[]`"""
+        return " ".join(f"{self[a]}:{describe(a.array)}" for a in atoms)
+
+
+def _number(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _letters(i: int) -> str:
+    return (_letters(i // 26 - 1) if i >= 26 else "") + chr(ord("a") + i % 26)
 
 
 class Literal:
@@ -38,9 +62,7 @@ class Literal:
 
 
 Atom = Var | Literal
-
-
-_KINDS: dict[Any, int] = {}
+Emit = Callable[..., Sequence[jax.Array]]  # what is done with local blocks in place of binding a primitive
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,24 +76,43 @@ class Equation:
     effects: frozenset[Any] = field(default_factory=frozenset)
 
     @functools.cached_property
-    def kind(self) -> Any:
-        """Equal for equations that differ only in which values they read and write."""
-        arrays = tuple(a.array for a in self.inputs), tuple(v.array for v in self.outputs)
-        try:
-            key = (self.primitive, tuple(sorted(self.params.items())), arrays, self.pattern)
-            return _KINDS.setdefault(key, len(_KINDS))
-        except TypeError:  # parameters that cannot be compared
-            return object()
-
-    @functools.cached_property
     def pattern(self) -> tuple[int, ...]:
         """Which operands are one value (`x * x` reads x once): the first place of each, -1 for a literal."""
         return tuple(-1 if isinstance(a, Literal) else self.inputs.index(a) for a in self.inputs)
 
     @property
+    def call(self) -> str:
+        """`transpose[permutation=(1, 0)]`: the primitive, with those parameters that fit on a line."""
+        simple = {k: str(v) for k, v in self.params.items() if _is_plain(v)}
+        shown = ", ".join(f"{k}={v}" for k, v in simple.items() if len(v) <= 60)
+        return f"{self.primitive}[{shown}]" if shown else str(self.primitive)
+
+    @property
     def line(self) -> str:
         """The user's source line: of the equation, or of the call that it was inlined from."""
         return compat.source_line(self.sources)
+
+
+class Kinds:
+    """A number for each kind of equation: equations of one kind differ only in which values they read and write."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[Any, int] = {}
+        self._known: dict[Equation, int] = {}
+
+    def __getitem__(self, equation: Equation) -> int:
+        kind = self._known.get(equation)
+        if kind is None:
+            kind = self._known[equation] = self._number(equation)
+        return kind
+
+    def _number(self, equation: Equation) -> int:
+        arrays = tuple(a.array for a in equation.inputs), tuple(v.array for v in equation.outputs)
+        try:
+            key = (equation.primitive, tuple(sorted(equation.params.items())), arrays, equation.pattern)
+            return self._kinds.setdefault(key, len(self._kinds))
+        except TypeError:  # parameters that cannot be compared: a kind of its own
+            return self._kinds.setdefault(equation, len(self._kinds))
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +121,22 @@ class Program:
     outputs: tuple[Atom, ...]
     equations: tuple[Equation, ...]
     constants: tuple[tuple[Var, Any], ...] = ()
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines(Names()))
+
+    def lines(self, names: Names, indent: str = "") -> Iterator[str]:
+        """The program as text; bodies of loops and branches are indented."""
+        yield f"{indent}inputs {names.typed(self.inputs)}"
+        if self.constants:
+            yield f"{indent}constants {names.typed([var for var, _ in self.constants])}"
+        for e in self.equations:
+            read = " ".join(names[a] for a in e.inputs)
+            yield f"{indent}{names.typed(e.outputs)} = {e.call} {read}  # {e.line}"
+            for body in e.bodies:
+                yield f"{indent}  body"
+                yield from body.lines(names, indent + "    ")
+        yield f"{indent}outputs {' '.join(names[a] for a in self.outputs)}"
 
     def walk(self) -> Iterator[Equation]:
         """Every equation, those inside loops and branches included."""
@@ -99,6 +156,13 @@ class Program:
         for atom in self.outputs:
             uses[atom] = uses.get(atom, 0) + 1
         return uses
+
+
+def _is_plain(value: Any) -> bool:
+    """Is this parameter worth printing: numbers, words, and tuples of them?"""
+    if isinstance(value, tuple):
+        return bool(value) and type(value) is tuple and all(v == () or _is_plain(v) for v in value)
+    return isinstance(value, int | str) and not isinstance(value, bool)
 
 
 _P = compat.primitive
@@ -236,7 +300,7 @@ class _Builder:
 
 
 def _unplaced(params: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Without the sharding that an equation's result was to have on the user's mesh: layouts say where values lie."""
+    """Without the sharding that an equation's result was to have on the user's mesh: layouts say where values are."""
     named = [name for name in ("sharding", "out_sharding") if params.get(name) is not None]
     return {**params, **dict.fromkeys(named)} if named else params
 

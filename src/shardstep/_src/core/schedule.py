@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from ..rules.contract import Emit
-from .layout import REPLICATED, Array, Axis, Layout, Partial, Placement, Replicated, Split, Varying, is_batch
+from .layout import REPLICATED, Array, Axis, Layout, Partial, Placement, Replicated, Split, Varying, is_batch, show
 from .moves import cost, priced_moves, wire_dtype
-from .program import Equation, Program, Var
+from .program import Atom, Emit, Equation, Names, Program, Var
 
 
 @dataclass(frozen=True)
-class Demand:
+class Preference:
     """What the readers of a value want of it along one axis.
 
     Some want a certain split, some want it whole, some take any split (`any`: a sum does). `terms` counts the partial
@@ -28,12 +27,12 @@ class Demand:
     terms: int = 1
     due: bool = False
 
-    def __or__(self, other: Demand) -> Demand:
-        if other is NOTHING or self is NOTHING:
-            return self if other is NOTHING else other
+    def __or__(self, other: Preference) -> Preference:
+        if other is NO_PREFERENCE or self is NO_PREFERENCE:
+            return self if other is NO_PREFERENCE else other
         splits = tuple(dict.fromkeys(self.splits + other.splits))
         terms, due = min(self.terms, other.terms), self.due or other.due
-        return Demand(splits, self.full or other.full, self.any or other.any, terms, due)
+        return Preference(splits, self.full or other.full, self.any or other.any, terms, due)
 
     def future(self, placement: Placement, array: Array, axis: Axis) -> float:
         """Bytes that a value in this placement will still have to move to please its readers.
@@ -58,7 +57,7 @@ class Demand:
         return moved
 
 
-NOTHING = Demand()
+NO_PREFERENCE = Preference()
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ class Fallback:
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """A value that replicas hold in one layout comes to be held in another too."""
+    """A value that replicas hold in one layout is brought into another, too."""
 
     var: Var
     source: Layout
@@ -114,6 +113,17 @@ class Transfer:
 Bundle = tuple[Transfer, ...]  # transfers that share their collectives
 
 
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """Examples go to split state, and no work is repeated for it (see `rules/indexing.py`).
+
+    What they come back with goes to their `homes` when somebody reads it: a placement for each result in a rule's
+    decision, a layout for each in a ruling. Without homes, results stay where they are made.
+    """
+
+    homes: tuple[Any, ...] = ()
+
+
 @dataclass(frozen=True, eq=False)
 class Ruling:
     """How an equation runs, decided along all axes. Equations in the same situation share one."""
@@ -126,13 +136,12 @@ class Ruling:
     apart: bool = False  # each result depends on its own operand alone
     gathered: bool = False  # no rule could keep its operands as they were
     fill: tuple[str | None, ...] = ()  # what the padding of each operand is filled for, see `Decision`
-    visits: bool = False  # do examples give way to split state, see `Decision`?
-    homes: tuple[Layout, ...] = ()  # in which readers see the results, where that is not how they come
+    visit: Visit | None = None
 
     @property
     def seen(self) -> tuple[Layout, ...]:
         """The layouts in which readers see the results first."""
-        return self.homes or self.results
+        return self.visit.homes if self.visit and self.visit.homes else self.results
 
     @functools.cached_property
     def over_examples(self) -> bool:
@@ -174,14 +183,38 @@ class Schedule:
     inputs: tuple[Layout, ...]
     outputs: tuple[Layout, ...]
     steps: tuple[Step, ...]
-    transfers: tuple[tuple[Bundle, ...], ...]  # in front of each step, and last in front of the outputs
+    transfers: tuple[tuple[Bundle, ...], ...]  # before each step, and last before the outputs
     fallbacks: tuple[Fallback, ...]
-    demands: tuple[tuple[Demand, ...], ...] = ()  # of the inputs
+    preferences: tuple[tuple[Preference, ...], ...] = ()  # of the inputs
     met_batch: frozenset[int] = frozenset()  # inputs that were read together with the examples
+
+    def __str__(self) -> str:
+        axes = " x ".join(f"{'+'.join(axis.names)}:{axis.size}" for axis in self.axes)
+        return "\n".join([f"over {axes}", *self.lines(Names())])
+
+    def lines(self, names: Names, indent: str = "") -> Iterator[str]:
+        """Every equation with the layouts it reads and makes, after its transfers; bodies indented."""
+
+        def laid(atoms: Sequence[Atom], layouts: Sequence[Layout]) -> str:
+            return " ".join(f"{names[a]}{{{show(layout)}}}" for a, layout in zip(atoms, layouts, strict=True))
+
+        inputs, outputs = self.program.inputs, self.program.outputs
+        yield f"{indent}inputs {names.typed(inputs)}"
+        yield f"{indent}    as {laid(inputs, self.inputs)}"
+        for step, bundles in zip(self.steps, self.transfers, strict=False):
+            yield from (indent + line for line in _shown(bundles, names, self.axes))
+            equation, made = step.equation, laid(step.equation.outputs, step.ruling.seen)
+            run = "  # gathered: no rule keeps its operands split" if step.ruling.gathered else ""
+            yield f"{indent}{made} = {equation.primitive} {laid(equation.inputs, step.operands)}{run}"
+            for body, times in zip(step.bodies, step.times, strict=True):
+                yield f"{indent}  body, {times} times"
+                yield from body.lines(names, indent + "    ")
+        yield from (indent + line for line in _shown(self.transfers[-1], names, self.axes))
+        yield f"{indent}outputs {laid(outputs, self.outputs)}"
 
     @functools.cached_property
     def sent(self) -> tuple[tuple[Collective, ...], ...]:
-        """What is communicated in front of each step, and last in front of the outputs."""
+        """What is communicated before each step, and last before the outputs."""
         readers = [*(step.equation for step in self.steps), None]
         return tuple(
             tuple(c for bundle in bundles for c in _communicated(bundle, reader, self.axes)) if bundles else ()
@@ -198,6 +231,16 @@ class Schedule:
                 found += [replace(c, loop=c.loop or loop, times=c.times * times) for c in body.collectives]
             found += sent
         return tuple(found)
+
+
+def _shown(bundles: Sequence[Bundle], names: Names, axes: tuple[Axis, ...]) -> Iterator[str]:
+    """`reduce-scatter c: partial(add) -> split(0), 896 bytes over data`: the transfers before an equation."""
+    for bundle in bundles:
+        sent = list(_communicated(bundle, None, axes))
+        kinds = ", then ".join(c.kind for c in sent) or "slice"
+        values = ", ".join(f"{names[t.var]}: {show(t.source)} -> {show(t.target)}" for t in bundle)
+        priced = "".join(f", {c.bytes:.0f} bytes of {c.dtype} over {c.axis}" for c in sent)
+        yield f"  {kinds} {values}{priced}"
 
 
 def _communicated(bundle: Bundle, reader: Equation | None, axes: tuple[Axis, ...]) -> Iterator[Collective]:

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from .padded import Padded
 from .program import Atom, Program, Var
 
-Kept = tuple[tuple[str, ...], ...]  # for each dimension, the other axes that it lies over; () if none has any
+Kept = tuple[tuple[str, ...], ...]  # for each dimension, the user's axes that split it; () if none does
 
 
 def entries(spec: PartitionSpec) -> list[tuple[str, ...]]:
@@ -24,7 +24,7 @@ def entries(spec: PartitionSpec) -> list[tuple[str, ...]]:
 
 
 def kept(leaf: Any, others: Collection[str]) -> Kept:
-    """How a leaf lies along the axes that are not shardstep's."""
+    """A leaf's layout along the user's own axes."""
     if not others:
         return ()
     sharding = getattr(leaf.data if isinstance(leaf, Padded) else leaf, "sharding", None)
@@ -66,7 +66,7 @@ def hint(sharding: Any) -> PartitionSpec | None:
 
 
 def alike(program: Program, inputs: Sequence[Kept]) -> dict[Atom, Kept]:
-    """The values that lie along the user's axes as some state does: those that are computed with it element by element.
+    """The values that have some state's layout on the user's axes: those that are computed with it element by element.
 
     A gradient meets the moments, a new weight is made of the old one. It is only a hint for `in_parts`, so nothing is
     wrong where the chain breaks; XLA would then gather over the user's axes what is sent over ours.
@@ -85,7 +85,7 @@ def alike(program: Program, inputs: Sequence[Kept]) -> dict[Atom, Kept]:
 
 
 def by_axes(members: Sequence[Any], kept: Sequence[Kept]) -> list[tuple[Any, ...]]:
-    """Those together that lie over the same of the user's axes: what differs along one and what does not never mix."""
+    """Leaves grouped by the user's axes that split them: what differs along an axis never mixes with what does not."""
     groups: dict[frozenset[str], list[Any]] = {}
     for member, mine in zip(members, kept, strict=True):
         groups.setdefault(frozenset(n for names in mine for n in names), []).append(member)

@@ -144,7 +144,7 @@ def collective_time(kind: str, nbytes: float, *rings: Ring) -> float:
 
 
 def sent_time(kind: str, sent: float, *rings: Ring) -> float:
-    """The same for a collective in which each replica sends so many bytes."""
+    """The same for a collective in which each replica sends this number of bytes."""
     rings = tuple(r for r in rings if r.size > 1)
     if not rings or kind not in PASSES:
         return 0.0

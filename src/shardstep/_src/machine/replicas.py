@@ -1,8 +1,8 @@
 """The mesh as shardstep uses it: Auto axes, one data axis for each ring, and those that state is split along.
 
-The order of devices along the data axes is the user's own wherever that is a walk along the rings: then arrays that he
-placed on his mesh are in place on ours. Where it is not (`jax.devices()` on several TPU hosts), devices change
-places, `Replicas.note` says so, and arrays placed on the user's mesh are laid out anew.
+The order of devices along the data axes is the user's own wherever that is a walk along the rings: then arrays on
+the user's mesh are in place on ours. Where it is not (`jax.devices()` on several TPU hosts), devices change places,
+`Replicas.note` says so, and arrays on the user's mesh are moved.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.sharding import Mesh
 
-from ..capture.arguments import as_tuple
+from ..core.backend import Backend
 from ..core.errors import ShardstepError
 from ..core.layout import Axis
-from ..runtime.ring_scatter import MESSAGE_BYTES
 from . import topology
 from .links import Ring, collective_time
 from .topology import Arrangement, Topology
+
+_MESSAGE_BYTES = 2 * 1024 * 1024  # between processes on CPU, larger blocks are scattered in pieces (`ring_scatter.py`)
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Replicas:
         return tuple(dict.fromkeys(self.given + self.names))
 
     @property
-    def others(self) -> tuple[str, ...]:
+    def user_axes(self) -> tuple[str, ...]:
         """The axes that are the user's: state keeps the sharding that it has over them."""
         return tuple(name for name in self.mesh.axis_names if name not in self.names)
 
@@ -74,21 +75,14 @@ class Replicas:
         rings = _named(found, names, mesh)
         chosen = _by_cost(rings, columns[0], mesh) if group is None else _grouped(rings, group, mesh)
         devices, axis_names = _devices(mesh, names, found, chosen.rings)
-        first = columns[0][0]
-        platform = first.platform if machine is None else topology.describe(machine).platform
-        widens = platform == "cpu"  # XLA's CPU backend sums 16-bit floats in float32: the rewritten step too
-        # What is said in ring_scatter.py was measured with every replica in a process of its own.
-        processes = len({d.process_index for d in columns[0]})
-        on_cpu = first.platform == "cpu"
-        message_bytes = MESSAGE_BYTES if on_cpu and processes == size else 0
-        kind = widens, first.platform == "tpu", message_bytes, on_cpu, on_cpu and processes == 1
+        backend = _backend(columns[0], machine)
         machine_topology = topology.of_devices(columns[0], (r.ring for r in chosen.rings))
         if machine is not None:
             named = topology.describe(machine)
             machine_topology = replace(named, rings=machine_topology.rings)
         return cls(
             Mesh(devices, axis_names),  # Auto: ordinary code on arrays of an Explicit mesh raises sharding errors
-            tuple(Axis(r.names, r.ring.size, *kind) for r in chosen.rings),
+            tuple(Axis(r.names, r.ring.size, backend) for r in chosen.rings),
             chosen.shared,
             names,
             mesh,
@@ -98,9 +92,24 @@ class Replicas:
         )
 
 
+def _backend(devices: Sequence[Any], machine: str | None) -> Backend:
+    """That of the devices; sums are formed as on the machine that was named."""
+    platform = devices[0].platform
+    summed_on = platform if machine is None else topology.describe(machine).platform
+    on_cpu, processes = platform == "cpu", len({d.process_index for d in devices})
+    return Backend(
+        widens=summed_on == "cpu",  # XLA's CPU backend sums 16-bit floats in float32: the rewritten step too
+        tiled=platform == "tpu",
+        # What ring_scatter.py says was measured with every replica in a process of its own.
+        message_bytes=_MESSAGE_BYTES if on_cpu and processes == len(devices) else 0,
+        outermost=on_cpu,
+        in_memory=on_cpu and processes == 1,
+    )
+
+
 _MOVED = (
     "the mesh's order of devices jumps about on the torus: shardstep uses another, so arrays placed on that mesh are"
-    " laid out anew at each call (place batches with plan.shardings, or build the mesh with jax.make_mesh)"
+    " moved at each call (place batches with plan.shardings, or build the mesh with jax.make_mesh)"
 )
 
 
@@ -116,7 +125,7 @@ class _Chosen(NamedTuple):
 
 
 def _data_axes(mesh: Mesh, axis: str | Sequence[str] | None) -> tuple[str, ...]:
-    names = tuple(mesh.axis_names) if axis is None else as_tuple(axis, str)
+    names = tuple(mesh.axis_names) if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
     for name in names:
         if name not in mesh.axis_names:
             raise ShardstepError(f"axis={name!r} is not an axis of the mesh, which has {', '.join(mesh.axis_names)}")
@@ -129,8 +138,8 @@ def _check_group(mesh: Mesh, names: tuple[str, ...], size: int, group: int) -> N
         raise ShardstepError(f"group={group} does not divide the {size} replicas of {of}")
     if not _adjacent(mesh, names) and not _border(names, group, mesh):
         raise ShardstepError(
-            f"group={group} would cut one of {of}, which do not stand side by side in the mesh. Give the size of the"
-            f" inner ones ({mesh.shape[names[-1]]}, say), or a mesh in which they do."
+            f"group={group} would cut one of {of}, which are not adjacent in the mesh. Give the size of the"
+            f" inner ones ({mesh.shape[names[-1]]}, say), or a mesh in which they are adjacent."
         )
 
 
@@ -159,7 +168,7 @@ def _as_named(machine: str, size: int) -> Arrangement:
 
 
 def _named(found: Arrangement, names: tuple[str, ...], mesh: Mesh) -> tuple[_NamedRing, ...]:
-    """Under the user's names where his axes are the rings (or there is one ring); else under names of our own."""
+    """Under the user's names where those axes are the rings (or there is one ring); else under names of our own."""
     if len(found.rings) == 1 or not _adjacent(mesh, names):
         return (_NamedRing(names, _joined(found.rings)),)
     if not found.moved and [r.size for r in found.rings] == [mesh.shape[n] for n in names]:
@@ -219,7 +228,7 @@ def _grouped(rings: tuple[_NamedRing, ...], group: int, mesh: Mesh) -> _Chosen:
 
 
 def _border(names: tuple[str, ...], group: int, mesh: Mesh | None) -> int:
-    """How many of the user's axes, outermost first, lie between the groups, if the groups end where axes do; else 0."""
+    """How many of the user's axes, outermost first, are between groups, if the groups end where axes do; else 0."""
     if mesh is None or not set(names) <= set(mesh.axis_names):
         return 0
     inside = (math.prod(mesh.shape[n] for n in names[k:]) for k in range(1, len(names)))

@@ -2,7 +2,7 @@
 
 A user's mesh says which devices take part. Their coordinates say more: on a TPU torus each data axis should be one
 physical ring, because the compiler turns a scatter along a ring into a true reduce-scatter and a scatter over the
-whole torus at once into an all-reduce with a slice behind it.
+whole torus at once into an all-reduce followed by a slice.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Topology:
         return collective_time(kind, nbytes, *(self.rings if axis is None else self.rings[axis : axis + 1]))
 
     def update_time(self, nbytes: float) -> float:
-        """Seconds to read or write so many bytes: an update is bound by memory."""
+        """Seconds to read or write this number of bytes: an update is bound by memory."""
         return nbytes / self.chip.memory
 
     @property
@@ -54,7 +54,7 @@ class Topology:
 
     @property
     def break_even_bytes(self) -> float:
-        """The size of a leaf from which on sharding its update saves more time than a message of its own takes.
+        """The smallest leaf for which sharding the update saves more time than an extra message takes.
 
         An optimizer passes over a weight about four times (read it, its gradient and a moment or two; write them).
         """

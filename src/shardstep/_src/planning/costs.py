@@ -50,7 +50,7 @@ def update_time(schedule: Schedule, topology: Topology) -> float:
 
 
 def update_bytes(schedule: Schedule) -> float:
-    """Bytes that a replica reads and writes in equations that do not run over the examples.
+    """Bytes read and written per replica in equations that do not run over the examples.
 
     Compilers fuse an update: what enters it from outside is read once, what leaves it is written once.
     """

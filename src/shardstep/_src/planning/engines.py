@@ -2,23 +2,20 @@
 
 The rewritten step sends no more than the replicated one, unless the step reads whole what is kept split: then gathers
 come on top. Where they would cost more than leaving the step to XLA, it is left to XLA: the "annotate" engine is plain
-`jax.jit` with the planned NamedShardings, and the optimizer's state still rests sharded. A single replica has nothing
+`jax.jit` with the planned NamedShardings, and optimizer state is still sharded at rest. A single replica has nothing
 to share, and runs the step as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
 
-import jax
-from jax.sharding import NamedSharding
-
-from ..capture.step import Captured
 from ..core.errors import ShardstepError
 from ..core.layout import Array, Layout, is_padded
 from ..core.schedule import Schedule
-from .plan_table import size
+from .formatting import size
 
 # Norms of rows and columns are reduced on their own where their dimension is split. That has been seen to add 1.3 %
 # (adaptive gradient clipping, SM3, weight normalisation); XLA would have to do the same.
@@ -36,44 +33,45 @@ def enough(ours: float, replicated: float) -> bool:
 
 
 def sent(schedule: Schedule) -> float:
-    """Bytes that a replica sends in one step."""
+    """Bytes sent per replica and step."""
     return sum(c.total for c in schedule.collectives)
 
 
-def choose(
-    asked: str,
-    axis_name: str | None,
-    uneven: bool,
-    ours: float,
-    replicated: float,
-    annotated: float,
-    shares: bool = True,
-    explicit: bool = False,
-    alone: bool = False,
-) -> Choice:
-    """Which engine runs the step, given what a replica would send: rewritten, replicated, left to XLA.
+@dataclass(frozen=True)
+class Question:
+    """What the choice of an engine depends on."""
 
-    `uneven`: the replicas do not divide the batch. `shares`: would any state rest sharded, left to XLA? `explicit`:
-    shardings are part of the types around the step. `alone`: there is one replica.
-    """
+    rewritten: float  # bytes sent per replica and step, if the step is rewritten
+    replicated: float  # in the replicated step
+    annotated: float  # if the step is left to XLA
+    axis_name: str | None = None  # of a per-replica step
+    uneven: bool = False  # do the replicas not divide the batch?
+    shares: bool = True  # would any state be sharded at rest, left to XLA?
+    explicit: bool = False  # are shardings part of the types around the step?
+    alone: bool = False  # is there one replica only?
+
+
+def choose(asked: str, question: Question) -> Choice:
+    """Which engine runs the step."""
     if asked == "annotate":
-        _check_annotates(axis_name, uneven, explicit)
+        _check_annotates(question)
     if asked != "auto":
         return Choice(asked, "as asked")
-    if alone and axis_name is None and not explicit:
+    ours, replicated = question.rewritten, question.replicated
+    if question.alone and question.axis_name is None and not question.explicit:
         return Choice("annotate", "one replica has nothing to share")
     if enough(ours, replicated):
         return Choice("rewrite", "sends no more than the replicated step")
     more = f"rewritten, the step sends {size(ours)}, {ours / replicated:.2f} times as much as replicated"
-    if axis_name is not None:
+    if question.axis_name is not None:
         return Choice("rewrite", f"{more}; XLA cannot partition a per-replica step")
-    if explicit:
+    if question.explicit:
         return Choice("rewrite", f"{more}; on a mesh with Explicit axes XLA leaves the partition to the step")
-    if not shares:
-        return Choice("rewrite", f"{more}; left to XLA, which does not pad, no state would rest sharded")
-    if ours <= ENOUGH * annotated or uneven:
+    if not question.shares:
+        return Choice("rewrite", f"{more}; left to XLA, which does not pad, no state would be sharded at rest")
+    if ours <= ENOUGH * question.annotated or question.uneven:
         return Choice("rewrite", f"{more}; left to XLA it would not send less")
-    return Choice("annotate", f"{more}; left to XLA it should send {size(annotated)}")
+    return Choice("annotate", f"{more}; left to XLA it should send {size(question.annotated)}")
 
 
 def estimate(baseline: Schedule, rewritten: Schedule, weights: Iterable[Array], replicas: int) -> float:
@@ -86,18 +84,18 @@ def estimate(baseline: Schedule, rewritten: Schedule, weights: Iterable[Array], 
     return sent(baseline) + gathered + sum(f.bytes for f in rewritten.fallbacks)
 
 
-def _check_annotates(axis_name: str | None, uneven: bool, explicit: bool) -> None:
-    if explicit:
+def _check_annotates(question: Question) -> None:
+    if question.explicit:
         raise ShardstepError(
             "engine='annotate' needs a mesh with Auto axes, which XLA partitions: jax.make_mesh(..., axis_types=...),"
             " and no jax.set_mesh with Explicit axes around the call. Or leave engine='rewrite'."
         )
-    if axis_name is not None:
+    if question.axis_name is not None:
         raise ShardstepError(
-            f"engine='annotate' with axis_name={axis_name!r}: XLA can partition a step for the whole batch, not one for"
-            " a single replica. Write the step without collectives, or leave engine='rewrite'."
+            f"engine='annotate' with axis_name={question.axis_name!r}: XLA can partition a step for the whole batch,"
+            " not one for a single replica. Write the step without collectives, or leave engine='rewrite'."
         )
-    if uneven:
+    if question.uneven:
         raise ShardstepError(
             "engine='annotate' needs a batch that the replicas divide: XLA does not pad it. Pass such a batch, or leave"
             " engine='rewrite'."
@@ -105,22 +103,5 @@ def _check_annotates(axis_name: str | None, uneven: bool, explicit: bool) -> Non
 
 
 def unpadded(layout: Layout, everywhere: Layout) -> Layout:
-    """How a leaf rests when XLA partitions the step: whole where it would have to be padded."""
+    """A leaf's layout at rest when XLA partitions the step: whole where it would have to be padded."""
     return everywhere if any(map(is_padded, layout)) else layout
-
-
-def annotated(
-    step: Callable[..., Any], captured: Captured, resting: Sequence[NamedSharding], donated: tuple[int, ...]
-) -> Any:
-    """The step as its user wrote it, from and to arrays; state comes and goes as it rests, XLA lays out the rest."""
-    constants = {i for i, _ in captured.out_constants}
-    leaving: list[NamedSharding | None] = [None] * len(captured.program.outputs)
-    for i, o in captured.state.items():
-        leaving[o] = resting[i]
-
-    def flat(*leaves: Any) -> list[Any]:
-        args, kwargs = captured.call.rebuild(leaves)
-        results = jax.tree.leaves(step(*args, **kwargs))
-        return [x for i, x in enumerate(results) if i not in constants]
-
-    return jax.jit(flat, in_shardings=tuple(resting), out_shardings=leaving, donate_argnums=donated)

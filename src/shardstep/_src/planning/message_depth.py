@@ -26,7 +26,7 @@ def by_depth(schedule: Schedule, waits: Callable[[Transfer], bool]) -> Schedule:
 
 
 def _depths(schedule: Schedule, waits: Callable[[Transfer], bool]) -> list[int]:
-    """For each step, how many small messages stand before it, one behind the other."""
+    """For each step, how many small messages precede it, one after the other."""
     depth: dict[Form, int] = {}
     found = []
     for step, bundles in zip(schedule.steps, schedule.transfers, strict=False):

@@ -6,7 +6,6 @@ and its moments meet in the update as they are. (On a torus, `torus_order.py` gi
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,14 +23,13 @@ from ..core.layout import (
     is_padded,
     local_shape,
 )
-
-TILE = (16, 128)  # bfloat16's; float32 has (8, 128), but a bfloat16 weight and its float32 moments must agree
+from ..core.tiles import cuts_tiles, filled, major_to_minor, order_in_memory
 
 
 def split_layout(
     array: Array, axes: tuple[Axis, ...], shared: tuple[bool, ...], tiled: bool = False, room: float = math.inf
 ) -> Layout | None:
-    """How a leaf rests when it is split along the shared axes; None if it has no dimension to split.
+    """A leaf's layout at rest when it is split along the shared axes; None if it has no dimension to split.
 
     Padded, it may take `room` times as many elements: all of them travel.
     """
@@ -116,7 +114,7 @@ def _whole_tiles(
     Axis by axis, the dimension whose blocks take the least memory, tiles filled up; of equals one that cuts no tile,
     the last dimension in memory before the first ones. (Measured with libtpu: so cut, scatters and gathers compile
     without fix-ups, if that dimension is scattered first.) An axis that would save no memory is left out: along it, the
-    leaf rests replicated. Axes in `outer` keep off the dimension that the first axis takes.
+    leaf is replicated at rest. Axes in `outer` keep off the dimension that the first axis takes.
     """
     lying = major_to_minor(shape)
     found = _cut_to(lying, shape, axes, order, outer)
@@ -129,13 +127,14 @@ def _whole_tiles(
 def _cut_to(
     lying: Sequence[int], shape: tuple[int, ...], axes: tuple[Axis, ...], order: list[int], outer: Sequence[int]
 ) -> dict[int, Placement]:
-    """The same for a leaf whose dimensions lie in this order."""
+    """The same for a leaf whose dimensions are in this order in memory."""
     found: dict[int, Placement] = {}
     local = shape
     for k in order:
         n = axes[k].size
         taken = _dims(*found.values())
-        splits = [cut(local, d, n) for d in range(len(shape)) if divides(local, Split(d), n) or d not in taken]
+        open_dims = [d for d in range(len(shape)) if local[d] and (divides(local, Split(d), n) or d not in taken)]
+        splits = [cut(local, d, n) for d in open_dims]
         closed = {p.dim for p in found.values() if isinstance(p, Split) and p.extent}  # nothing nests in padding
         if k in outer:
             closed |= _dims(found.get(order[0]))
@@ -147,60 +146,3 @@ def _cut_to(
             found[k] = best
             local = local_shape(local, best, n)
     return found
-
-
-def cuts_tiles(block: tuple[int, ...], dim: int, order: Sequence[int]) -> bool:
-    """Does a block end inside of a tile? (Two tiles side by side: a bfloat16 gradient that is scattered into columns of
-    one, 128 wide, compiles to an all-reduce.)
-    """
-    from_last = len(block) - 1 - order.index(dim)
-    return from_last < 2 and block[dim] % (TILE[0], 2 * TILE[1])[1 - from_last] != 0
-
-
-def filled(block: tuple[int, ...], order: Sequence[int]) -> int:
-    """Elements that a block takes in memory: its last two dimensions there fill whole tiles."""
-    if len(block) < 2:
-        return _up(block[0], TILE[1]) if block else 1
-    *outer, rows, lanes = (block[d] for d in order)
-    return math.prod(outer) * _up(rows, TILE[0]) * _up(lanes, TILE[1])
-
-
-_SAVED = 4 / 3  # an order other than the shape's own is taken into account if it saves a quarter
-
-
-def order_in_memory(shape: tuple[int, ...], layout: Layout, axes: tuple[Axis, ...]) -> tuple[int, ...]:
-    """From major to minor, the order of dimensions for which a leaf is cut.
-
-    As the compiler would lay it out, unless blocks end inside of a tile so. (On v5e:16x16 an attention kernel of
-    [1024, 16, 64] leaves too little for whole tiles: there it is better cut into rows, and transposed.)
-    """
-    order, block = major_to_minor(shape), block_shape(shape, layout, axes)
-    whole = not any(cuts_tiles(block, d, order) for d in _dims(*layout))
-    return order if whole else tuple(range(len(shape)))
-
-
-@functools.cache
-def major_to_minor(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The order of dimensions in the TPU's memory: the last two are those that fill tiles best.
-
-    What libtpu does with arguments: float32[1024, 16, 64] lies as [16, 64, 1024], since row after row it would take
-    twice the memory. (It does so for the least gain. For [2048, 1000] that is 2 %, and there blocks of rows, which cut
-    no tile, are worth more.)
-    """
-    own = tuple(range(len(shape)))
-    if len(shape) < 2:
-        return own
-
-    def taken(last: tuple[int, int]) -> float:
-        rows, lanes = (max(shape[d], 1) for d in last)
-        return _up(rows, min(8, 1 << (rows - 1).bit_length())) / rows * _up(lanes, TILE[1]) / lanes
-
-    pairs = ((r, c) for c in reversed(own) for r in reversed(own) if r != c)
-    last = min(pairs, key=taken)
-    if taken((own[-2], own[-1])) < _SAVED * taken(last):
-        return own
-    return (*(d for d in own if d not in last), *last)
-
-
-def _up(size: int, tile: int) -> int:
-    return -(-size // tile) * tile

@@ -1,15 +1,12 @@
-"""The plan as a plain table."""
+"""The plan as a plain-text table."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from ..tools.report.summary import array, duration, size
-
-if TYPE_CHECKING:
-    from .plan import Plan, Total
+from .formatting import array, duration, size
+from .plan import Plan, Total
 
 
 def _change(total: Total) -> str:
@@ -30,9 +27,9 @@ def table(plan: Plan) -> str:
         f"shardstep plan for {plan.replicas} replicas, weights {plan.weights} ({plan.why_weights})",
         f"  machine           {plan.topology}",
         f"  state shared by   {plan.group} replicas ({plan.why_group})",
-        f"  state a replica   {size(plan.state_bytes.replicated)} -> {size(plan.state_bytes.sharded)}"
+        f"  state per replica {size(plan.state_bytes.replicated)} -> {size(plan.state_bytes.sharded)}"
         f"   ({plan.auxiliary_share:.1%} of the optimizer's bytes are sharded)",
-        f"  wire a replica    {size(plan.wire_bytes.replicated)} -> {size(plan.wire_bytes.sharded)}",
+        f"  wire per replica  {size(plan.wire_bytes.replicated)} -> {size(plan.wire_bytes.sharded)}",
         f"  predicted         wire {_change(plan.wire_seconds)}, update {_change(plan.update_seconds)}",
         *_busy(plan),
         f"  update work       {plan.update_flops.replicated:.3g} -> {plan.update_flops.sharded:.3g} elements",

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from ..core.layout import Layout, Partial, Replicated, Split, is_batch
 from ..core.program import Atom, Var
 from ..core.schedule import Schedule, Step, Transfer
-from .propagation import loops as control_flow
+from .propagation import loops
 
 
 def travel_in(schedule: Schedule, reduce_dtype: Any, gather_dtype: Any, later: Container[int] = ()) -> Schedule:
@@ -88,7 +88,7 @@ def _meeting_examples(schedule: Schedule, later: Container[int]) -> set[Atom]:
     for step in reversed(schedule.steps):
         inputs = step.equation.inputs
         if step.bodies:
-            first, outside = control_flow.first_operand(step), _later(step, meeting)
+            first, outside = loops.first_operand(step), _later(step, meeting)
             inside = [_meeting_examples(body, outside) for body in step.bodies]
             for body, found in list(zip(step.bodies, inside, strict=True))[-len(step.equation.bodies) :]:
                 meeting.update(a for a, v in zip(inputs[first:], body.program.inputs, strict=False) if v in found)

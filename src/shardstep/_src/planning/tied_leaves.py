@@ -5,12 +5,11 @@ Asked of the rules: two values are tied if every split of the one, along any dim
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
 
 from ..core import compat
 from ..core.layout import Split
-from ..core.program import Atom, Equation, Program, Var
+from ..core.program import Atom, Equation, Kinds, Program, Var
 from ..rules import Site
 from .propagation.rule_queries import trial_for
 
@@ -19,6 +18,15 @@ _SCAN, _WHILE = (compat.primitive(name) for name in ("scan", "while"))
 
 def families(program: Program, state: Mapping[int, int]) -> list[list[int]]:
     """The inputs that are state (`state`: where each comes back among the outputs), together with those they meet."""
+    root = family_of(program, state)
+    found: dict[Atom, list[int]] = {}
+    for i in sorted(state):
+        found.setdefault(root(program.inputs[i]), []).append(i)
+    return list(found.values())
+
+
+def family_of(program: Program, state: Mapping[int, int]) -> Callable[[Atom], Atom]:
+    """For each value the representative of its family, bodies included."""
     parents: dict[Atom, Atom] = {}
 
     def root(atom: Atom) -> Atom:
@@ -27,29 +35,27 @@ def families(program: Program, state: Mapping[int, int]) -> list[list[int]]:
             atom = above
         return atom
 
-    for a, b in _ties(program, {}):
+    for a, b in _ties(program, Kinds(), {}):
         parents[root(a)] = root(b)
     for i, o in state.items():
         parents[root(program.outputs[o])] = root(program.inputs[i])
-    found: dict[Atom, list[int]] = {}
-    for i in sorted(state):
-        found.setdefault(root(program.inputs[i]), []).append(i)
-    return list(found.values())
+    return root
 
 
-def _ties(program: Program, memo: dict[Any, list[tuple[int, int]]]) -> Iterator[tuple[Var, Var]]:
-    """Pairs of values of one shape that lie alike in whatever layout."""
+def _ties(program: Program, kinds: Kinds, memo: dict[int, list[tuple[int, int]]]) -> Iterator[tuple[Var, Var]]:
+    """Pairs of values of one shape that always have the same layout."""
     for equation in program.equations:
         if equation.bodies:
             for a, b in _doors(equation):
                 if isinstance(a, Var) and isinstance(b, Var) and a.array.shape == b.array.shape:
                     yield a, b
             for body in equation.bodies:
-                yield from _ties(body, memo)
+                yield from _ties(body, kinds, memo)
             continue
-        if equation.kind not in memo:
-            memo[equation.kind] = list(_tied(equation))
-        for i, r in memo[equation.kind]:
+        kind = kinds[equation]
+        if kind not in memo:
+            memo[kind] = list(_tied(equation))
+        for i, r in memo[kind]:
             if isinstance(operand := equation.inputs[i], Var):
                 yield operand, equation.outputs[r]
 

@@ -30,24 +30,24 @@ class Segment:
 
     what: str  # forward, backward, update; or all-reduce, reduce-scatter, all-gather, ...
     count: int  # equations or collectives
-    bytes: float  # that a replica computes, or sends, in all
+    bytes: float  # computed or sent per replica, in all
     loop: str = ""  # the loop or branch it is inside of
     times: int = 1  # how often a step does it
 
 
 @dataclass(frozen=True)
 class Line:
-    """One equation of the update as a replica runs it, with the line of the user's that it comes from."""
+    """One equation of the update as each replica runs it, with the user's line that it comes from."""
 
     text: str
     source: str
     code: str
-    count: int  # the line makes so many of these, for as many leaves
+    count: int  # how many of these the line makes, for as many leaves
     sends: str = ""  # what it makes the replicas send first
 
 
 class Moment(NamedTuple):
-    """One equation of the schedule with what is sent in front of it; None stands for the outputs."""
+    """One equation of the schedule with what is sent before it; None means the outputs."""
 
     step: Step | None
     phase: str

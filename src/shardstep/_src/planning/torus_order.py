@@ -2,7 +2,7 @@
 
 A tensor is scattered along one axis of a torus after the other, and its first scatter carries most of its bytes. If
 all tensors began with the same axis, the links of the others would have little to do. So tensors are given different
-orders ("colours"), balanced by the time that each axis is busy. What meets in the update must lie alike: a weight, its
+orders ("colours"), balanced by the time that each axis is busy. What meets in the update must match: a weight, its
 gradient and its moments are one family and have one colour.
 
 An order is only given where it costs nothing: the blocks take as much memory as in the usual order and cut no more
@@ -67,7 +67,7 @@ def _summed(layout: Layout) -> Layout:
 def _added(
     busy: Sequence[float], tensors: int, array: Array, layout: Layout, axes: tuple[Axis, ...], rings: Sequence[Ring]
 ) -> list[float]:
-    """Seconds that the links of each axis are busy, with the scatter of so many more tensors.
+    """Seconds that the links of each axis are busy, with the scatter of these further tensors.
 
     (Gathers take the same way back.)
     """

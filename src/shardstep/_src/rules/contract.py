@@ -4,7 +4,7 @@ A rule is a pure function on placements and shapes. It touches no arrays and emi
 
     rule(site, placements) -> Decision | list[Decision] | None
 
-`site` is one equation as one mesh axis sees it, `placements` says how its operands lie along that axis.
+`site` is one equation as one mesh axis sees it, `placements` says how its operands are placed along that axis.
 A rule answers with the placement each operand must have and the placement each result then has; where
 several answers are right it offers them all, and the interpreter takes the one that moves the fewest
 bytes. `None` means "I cannot do this split": the interpreter gathers the operands and says so.
@@ -21,7 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..core.errors import ShardstepError
 from ..core.layout import PARTIAL, REPLICATED, Array, Partial, Placement, Split, divides, local_shape
+from ..core.program import Emit
+from ..core.schedule import Visit
 
 Primitive = Any
 
@@ -78,9 +81,6 @@ class Local:
         return list(out) if self.primitive.multiple_results else [out]
 
 
-Emit = Callable[..., Sequence[jax.Array]]
-
-
 @dataclass(frozen=True)
 class Decision:
     """How an equation runs along one axis.
@@ -89,18 +89,20 @@ class Decision:
     replaces binding the primitive where a local block needs to know its place in the whole. `fill` names, for each
     operand, the reduction that mixes the elements of a padded dimension: the padding is then overwritten with what
     leaves that reduction unchanged (0 for a sum). Without it, padding passes through and means nothing.
-
-    Where examples `visit` split state, what they come back with goes to their `homes` when somebody reads it.
     """
 
     operands: tuple[Placement, ...]
     results: tuple[Placement, ...]
     params: Mapping[str, Any] | None = None
     emit: Emit | None = None
-    apart: bool = False  # each result depends on its own operand alone, so they may lie differently
+    apart: bool = False  # each result depends on its own operand alone, so their layouts may differ
     fill: tuple[str | None, ...] = ()
-    visits: bool = False  # examples give way to split state, and no work is repeated for it (see `indexing.py`)
-    homes: tuple[Placement, ...] = ()  # in which readers see the results, where that is not how they come
+    visit: Visit | None = None
+
+    @property
+    def seen(self) -> tuple[Placement, ...]:
+        """The placements in which readers see the results first."""
+        return self.visit.homes if self.visit and self.visit.homes else self.results
 
 
 Rule = Callable[[Site, tuple[Placement, ...]], Decision | Sequence[Decision] | None]
@@ -111,7 +113,7 @@ _MINDS_PADDING: set[Primitive] = set()
 
 
 def register_rule(primitive: Primitive, rule: Rule, *, padding: bool = False) -> None:
-    """Teach shardstep a primitive: `rule(site, placements)` as described in `shardstep.rules.core`.
+    """Teach shardstep a primitive: `rule(site, placements)` as described in `docs/writing-a-rule.md`.
 
     With `padding`, the rule is also asked about padded splits (`Split.extent`) and must say what to `fill`; without,
     such operands are gathered.
@@ -123,12 +125,22 @@ def register_rule(primitive: Primitive, rule: Rule, *, padding: bool = False) ->
 def register(rule: Rule, *primitives: Primitive, per_replica: bool = False) -> None:
     """One line per family: the rule, then every primitive that obeys it.
 
-    `per_replica` rules are those of collectives: they give `Varying` operands a meaning of their own.
+    `per_replica` rules are those of collectives: they give `Varying` operands a meaning of their own. Unlike
+    `register_rule`, this refuses what would silently lose a rule: a missing primitive, or one that has a rule already.
     """
     for primitive in primitives:
+        if primitive is None:
+            raise ShardstepError(f"{rule} is registered for a primitive that this JAX does not have")
+        if primitive in _RULES:
+            raise ShardstepError(f"{primitive} has two rules: {rule} and {_RULES[primitive]}")
         register_rule(primitive, rule, padding=True)
         if per_replica:
             _SPEAKS_OF_REPLICAS.add(primitive)
+
+
+def registered() -> tuple[Primitive, ...]:
+    """Every primitive that has a rule."""
+    return tuple(_RULES)
 
 
 def rule_for(primitive: Primitive) -> Rule | None:
@@ -197,6 +209,7 @@ __all__ = [
     "partials",
     "register",
     "register_rule",
+    "registered",
     "replicate",
     "rule_for",
     "speaks_of_replicas",

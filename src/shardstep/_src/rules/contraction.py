@@ -61,27 +61,35 @@ class Index:
         )
 
 
-def by_index(indices: Callable[[Site], Iterable[Index]], linear: Sequence[int] = (), op: str = "add") -> Rule:
-    """The rule of a primitive that treats each of its `indices` independently of where the others lie.
+@dataclass(frozen=True)
+class ByIndex:
+    """The rule of a primitive that treats each of its `indices` independently of the others.
 
     The primitive reduces with `op` over the indices that its results lack, and commutes with `op` in each operand
     of `linear`. Dimensions that hold no index (they are mixed by something other than `op`) cannot stay split.
     """
 
-    def rule(site: Site, placements: tuple[Placement, ...]) -> Sequence[Decision] | None:
-        found = list(indices(site))
+    indices: Callable[[Site], Iterable[Index]]
+    linear: tuple[int, ...] = ()
+    op: str = "add"
+
+    def __call__(self, site: Site, placements: tuple[Placement, ...]) -> Sequence[Decision] | None:
+        op, found = self.op, list(self.indices(site))
         followed = _follow(site, placements, found, op)
         if splits(placements) and not followed:
             return None
         if _has_batch(placements):
             return followed  # the batch is never gathered to keep a sum open
-        deferred = [i for i in linear if placements[i] == Partial(op)]
+        deferred = [i for i in self.linear if placements[i] == Partial(op)]
         offers = [*followed, *(_defer(site, i, op) for i in deferred)]
         if len(deferred) > 1:  # a product of sums: scatter both along an index they share
             offers += [index.split(site, 1, op) for index in found if _shared(index, deferred, site.n)]
         return offers if followed else [*offers, replicate(site)]
 
-    return rule
+
+def by_index(indices: Callable[[Site], Iterable[Index]], linear: Sequence[int] = (), op: str = "add") -> Rule:
+    """A list of indices as a rule: see `ByIndex`."""
+    return ByIndex(indices, tuple(linear), op)
 
 
 def _has_batch(placements: Sequence[Placement]) -> bool:

@@ -40,6 +40,7 @@ from jax import lax
 
 from ..core import compat
 from ..core.layout import Array, is_batch
+from ..core.schedule import Visit
 from .contract import (
     PARTIAL,
     REPLICATED,
@@ -150,10 +151,10 @@ def gather(site: Site, placements: tuple[Placement, ...]) -> Offers:
         by_state += _owned_rows(site, placements)
         homes = [_along(*at)[-1] for at in _split_loops(lookups, placements) if at[1].batch]
         if homes and not is_batch(placements[0]) and _are_few(site, site.outputs[0]):
-            by_state = [replace(d, visits=True, homes=(homes[0],)) for d in by_state]
+            by_state = [replace(d, visit=Visit((homes[0],))) for d in by_state]
         return (offers + by_state) or None
     operand, result = placements[0], site.outputs[0]
-    # a partial of which many copies are taken is reduced first, while it is small
+    # a partial that is copied many times is reduced first, while it is small
     if isinstance(operand, Partial) and _fill_is_a_term(site, operand) and result.size <= site.inputs[0].size:
         return Decision((operand, REPLICATED), (operand,))
     return replicate(site)
@@ -309,9 +310,13 @@ def _owned_updates(site: Site, placements: tuple[Placement, ...], write: Callabl
     if visits and not _are_few(site, site.inputs[2]):
         return []
     if _is_pointed_into(split, dims.inserted_window_dims, dims.scatter_dims_to_operand_dims):
-        return [Decision((split, REPLICATED, REPLICATED), (split,), emit=_scatter_owned(write), visits=visits)]
+        return [
+            Decision(
+                (split, REPLICATED, REPLICATED), (split,), emit=_scatter_owned(write), visit=Visit() if visits else None
+            )
+        ]
     windows = [_along(loop, split) for loop in _scatter_loops(site)[0] if visits and loop[0] == split.dim]
-    return [Decision(tuple(operands), (result,), visits=True) for *operands, result in windows]
+    return [Decision(tuple(operands), (result,), visit=Visit()) for *operands, result in windows]
 
 
 def _scatter_owned(write: Callable[..., jax.Array]) -> Emit:

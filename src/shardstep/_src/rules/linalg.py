@@ -18,7 +18,7 @@ from .contraction import Index, by_index
 
 
 def _leading(site: Site, rank: int) -> Iterator[Index]:
-    """The dimensions in front of the first operand's own `rank`: all operands and results begin with them."""
+    """The dimensions before the first operand's own `rank`: all operands and results begin with them."""
     shape = site.inputs[0].shape
     for d in range(len(shape) - rank):
         yield Index(shape[d], (Split(d),) * len(site.inputs), (Split(d),) * len(site.outputs))

@@ -4,7 +4,7 @@
     bits(key: replicated), split wanted -> split         replica r draws the elements of its own block
     generators that carry one state     -> replicated    element i depends on the draws before it
 
-The second line rests on threefry being a function of a counter: with i the row-major index of an element in the
+The second line relies on threefry being a function of a counter: with i the row-major index of an element in the
 *whole* draw,
 
     bits[i] = high ^ low  where  (high, low) = threefry2x32(key, (i >> 32, i & 0xffffffff))
@@ -92,7 +92,7 @@ def _key_by_key(site: Site, generators: frozenset[str] | None) -> bool:
 
 
 def _key_rank(site: Site) -> int:
-    """Key data, draws and derived keys have their own dimensions behind those of the key array."""
+    """Key data, draws and derived keys have their own dimensions after those of the key array."""
     return min(site.inputs[0].ndim, site.outputs[0].ndim)
 
 

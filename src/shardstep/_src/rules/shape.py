@@ -116,8 +116,8 @@ def _reshaped_with_padding(split: Split, old: tuple[int, ...], new: tuple[int, .
 
 def reshape(site: Site, placements: tuple[Placement, ...]) -> Decision | Sequence[Decision] | None:
     wanted = site.wants[0] if site.wants else None
-    if wanted is not None and wanted.dealt and placements == (Split(0),):
-        # each replica makes microbatches of its own examples; asked for only by readers that do not mind which
+    if wanted is not None and wanted.permuted and placements == (Split(0),):
+        # each replica makes microbatches of its own examples: for readers that accept any order
         sizes = site.local(site.new_sizes, wanted)
         return Decision(placements, (wanted,), site.with_params(new_sizes=sizes))
     return movement(_reshaped, "new_sizes")(site, placements)
@@ -177,7 +177,7 @@ def broadcast_in_dim(site: Site, placements: tuple[Placement, ...]) -> Sequence[
     if found := splits(placements):
         dim = int(dims[found[0].dim])
         if operand.shape[found[0].dim] != whole.shape[dim]:
-            return None  # one padded row, of which every replica needs copies
+            return None  # every replica needs copies of the one padded row
         return lands(found[0], found[0].on(dim, found[0].outer))
     if partials(placements) and not _grows(site):
         return jointly(site, placements)
@@ -234,7 +234,7 @@ def _barrier(local: Local, *arrays: Any) -> list[Any]:
 
 
 def dropped(site: Site, placements: tuple[Placement, ...]) -> Decision:
-    """Where the user asked an array to lie no longer holds along the data axes: shardstep lays it out. The values pass
+    """The user's sharding no longer holds along the data axes: shardstep chooses the layout. The values pass
     through; along other axes of the mesh the wish still stands."""
     return Decision(placements, placements, emit=_pass_through, apart=True)
 

@@ -1,7 +1,7 @@
 """A training loop hands back the state that it was given: recognise it, and do not look at every leaf again.
 
 A compiled program makes its results with the same type and sharding *objects*, call after call. So a leaf that carries
-the very objects of a leaf that was found in place is in place too, and comparing identities is cheap: that is how a
+the same objects as a leaf that was found in place is in place too, and comparing identities is cheap: that is how a
 call with a thousand leaves costs about what `jax.jit` itself takes for it.
 """
 
@@ -19,8 +19,8 @@ from ..core.user_shardings import kept
 
 
 @dataclass(frozen=True, eq=False)
-class Familiar:
-    """A call whose state came as it rests."""
+class CallCache:
+    """A call whose state came laid out as it is at rest."""
 
     call: Call  # without its leaves: nothing is kept alive
     context: Any  # the Explicit mesh around the call, if any
@@ -32,7 +32,7 @@ class Familiar:
     @classmethod
     def of(
         cls, call: Call, context: Any, axes: Collection[str], arrays: Sequence[Any], state: Collection[int]
-    ) -> Familiar | None:
+    ) -> CallCache | None:
         """The call to remember, given the arrays that it ran on; None if state had to be laid out first."""
         padded = {i: call.leaves[i].shape for i in state if isinstance(call.leaves[i], Padded)}
         leaves = [leaf.data if i in padded else leaf for i, leaf in enumerate(call.leaves)]

@@ -1,6 +1,6 @@
 """Run a schedule on a replica's blocks, inside `shard_map`.
 
-Everything was decided in `forward.py`. Here the transfers in front of an equation are made (the only place that
+Everything was decided by the planner. Here the transfers in front of an equation are made (the only place that
 communicates), its primitive is bound on local blocks, and the results are remembered with their layouts.
 """
 
@@ -15,16 +15,16 @@ import numpy as np
 from jax import lax
 
 from ..core import compat
-from ..core.layout import Axis, Layout, Replicated, Split, local_shape
-from ..core.moves import convert, varying
+from ..core.layout import Axis, Layout, Replicated, Split, whole
 from ..core.program import Atom, Literal, Var
 from ..core.schedule import Bundle, Schedule, Step
 from ..core.user_shardings import Kept, by_axes, in_parts
-from ..planning.buckets import transfer
-from ..planning.propagation import loops as control_flow
-from ..planning.propagation.forward import whole
-from ..rules import Block, Local
+from ..rules import Local
 from ..rules.contract import filled
+from . import control_flow
+from .blocks import block_of
+from .collectives import convert, varying
+from .packing import transfer
 
 NO_HINTS: Mapping[Atom, Kept] = {}
 
@@ -82,7 +82,7 @@ def run(
 def _all_made(
     bundles: Sequence[Bundle], env: Mapping[tuple[Var, Layout], Any], axes: tuple[Axis, ...]
 ) -> dict[tuple[Var, Layout], Any]:
-    """What is gathered for the outputs, behind one barrier: nothing is gathered until all of it is made.
+    """What is gathered for the outputs, after one barrier: nothing is gathered until all of it is computed.
 
     A new weight is gathered into the donated memory of the old one. The backward pass still reads the old one for the
     layer before, and nothing says that it does so first: XLA would copy the old weight out of the way. But the gradient
@@ -91,7 +91,7 @@ def _all_made(
     Only where replicas share one memory. Over a wire, gathers rather overlap with the backward pass, copies and all.
     XLA drops barriers after it has decided on copies; that of JAX 0.10 before, so there nothing changes.
     """
-    if not axes[0].in_memory:
+    if not axes[0].backend.in_memory:
         return {}
     alike: dict[frozenset[str], list[tuple[Var, Layout]]] = {}  # a barrier gives all that pass it one type
     for moved in (bundle[0] for bundle in bundles if len(bundle) == 1):  # what shares a bucket is copied anyway
@@ -107,15 +107,15 @@ def _results(step: Step, operands: list[Any], axes: tuple[Axis, ...]) -> Sequenc
         return control_flow.emit(step, _match(operands, step.operands, axes), run)
     equation, ruling = step.equation, step.ruling
     if ruling.fill:
-        blocks = (_block(a.array.shape, p, axes) for a, p in zip(equation.inputs, step.operands, strict=True))
+        blocks = (block_of(a.array.shape, p, axes) for a, p in zip(equation.inputs, step.operands, strict=True))
         operands = [filled(*given) for given in zip(operands, blocks, step.operands, ruling.fill, strict=True)]
     operands = operands if ruling.apart else _alike(operands)
     if ruling.emit is None and equation.primitive.multiple_results:
         return equation.primitive.bind(*operands, **ruling.params)
     if ruling.emit is None:
         return [equation.primitive.bind(*operands, **ruling.params)]
-    inputs = tuple(_block(a.array.shape, p, axes) for a, p in zip(equation.inputs, step.operands, strict=True))
-    outputs = tuple(_block(v.array.shape, p, axes) for v, p in zip(equation.outputs, step.results, strict=True))
+    inputs = tuple(block_of(a.array.shape, p, axes) for a, p in zip(equation.inputs, step.operands, strict=True))
+    outputs = tuple(block_of(v.array.shape, p, axes) for v, p in zip(equation.outputs, step.results, strict=True))
     names = tuple(name for axis in axes for name in axis.names)
     local = Local(equation.primitive, ruling.params, inputs, outputs, names)
     return ruling.emit(local, *operands)
@@ -135,13 +135,3 @@ def _typed(x: Any, layout: Layout, axes: tuple[Axis, ...]) -> Any:
     """A block that its layout calls different between replicas is typed as such, even if it happens not to be."""
     names = [n for a, p in zip(axes, layout, strict=True) if not isinstance(p, Replicated) for n in a.names]
     return varying(x, *names) if names else x
-
-
-def _block(shape: tuple[int, ...], layout: Layout, axes: tuple[Axis, ...]) -> Block:
-    local = shape
-    offsets: list[Any] = [0] * len(shape)
-    for placement, axis in zip(layout, axes, strict=True):
-        if isinstance(placement, Split):
-            local = local_shape(local, placement, axis.size)
-            offsets[placement.dim] = offsets[placement.dim] + lax.axis_index(axis.name) * local[placement.dim]
-    return Block(shape, local, tuple(offsets))

@@ -22,7 +22,7 @@ from .processes import is_local, lay_out
 
 @dataclass(frozen=True)
 class Resting:
-    """How a leaf rests: over which devices, and in an array of which shape, if not its own."""
+    """How a leaf is held at rest: over which devices, and in an array of which shape, if not its own."""
 
     path: str
     sharding: NamedSharding
@@ -30,7 +30,7 @@ class Resting:
 
 
 def place(leaves: Sequence[Any], rests: Sequence[Resting], donated: Container[int] = ()) -> list[Any]:
-    """The arrays that hold the leaves as they are to rest. What is already in place is passed on.
+    """The arrays that hold the leaves at rest. What is already in place is passed on.
 
     Of what is not and will be donated, a copy is laid out: `jax.device_put` may share memory with its argument (even
     when told not to), and donating that memory would take the user's own array away.
@@ -53,15 +53,15 @@ def place(leaves: Sequence[Any], rests: Sequence[Resting], donated: Container[in
 
 
 def _arrays_alike(x: Any, rest: Resting) -> Any:
-    """The leaf as an array of the shape in which it is to rest."""
+    """The leaf as an array of the shape that it has at rest."""
     if isinstance(x, Padded) and x.data.shape == rest.held:
         return x.data
     if rest.held is None and not isinstance(x, Padded):
         return x
-    _check_devices(x.data if isinstance(x, Padded) else x, rest)
     held = rest.held or x.shape
-    if isinstance(x, jax.core.Tracer):
+    if isinstance(x, jax.core.Tracer):  # on no device yet
         return fitted(x, x.shape, held)
+    _check_devices(x.data if isinstance(x, Padded) else x, rest)
     array = untyped(x.data if isinstance(x, Padded) else x, rest.sharding.mesh)
     if isinstance(array, jax.Array) and _computes_on(array, rest.sharding):
         return _fit(array, x.shape, held, rest.sharding)
@@ -80,9 +80,9 @@ def _fit(x: jax.Array, shape: tuple[int, ...], held: tuple[int, ...], sharding: 
     return jax.lax.with_sharding_constraint(fitted(x, shape, held), sharding)
 
 
-def fitted(x: jax.Array, shape: tuple[int, ...], held: tuple[int, ...]) -> jax.Array:
-    """What an array holds of this shape, in an array of that shape."""
-    if x.shape == held:
+def fitted(x: jax.Array, shape: tuple[int, ...], held: tuple[int, ...], afresh: bool = False) -> jax.Array:
+    """Crop to `shape`, zero-pad to `held`; what has that shape keeps its padding, unless `afresh`."""
+    if x.shape == held and not afresh:
         return x
     return jnp.pad(x[tuple(map(slice, shape))], [(0, new - old) for old, new in zip(shape, held, strict=True)])
 
@@ -94,7 +94,7 @@ def returned(x: jax.Array, shape: tuple[int, ...]) -> Any:
 
 def _in_place(x: Any, sharding: NamedSharding) -> bool:
     if isinstance(x, jax.core.Tracer):
-        return True  # the sharded step is itself being traced (eval_shape, jit): whoever runs it lays it out
+        return True  # the sharded step is itself being traced (eval_shape, jit): the outer program lays it out
     if not isinstance(x, jax.Array) or x.is_deleted() or x.aval.weak_type:
         return False
     return x.sharding == sharding or (x.committed and x.sharding.is_equivalent_to(sharding, x.ndim))

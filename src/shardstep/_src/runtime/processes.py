@@ -84,9 +84,9 @@ def check_agreement(leaves: Sequence[Any], shardings: Sequence[NamedSharding], p
     local = {path: x for path, x in zip(paths, leaves, strict=True) if not _is_abstract(x) and is_local(x)}
     if differs := _differing({path: _fingerprint(x) for path, x in local.items()}):
         raise ShardstepError(
-            f"{differs} is not the same on all processes: an array that does not lie over the mesh counts as the whole"
-            " value. Where each process holds its own part of the batch, join the parts with step.global_batch(part)"
-            " or jax.make_array_from_process_local_data."
+            f"{differs} is not the same on all processes: an array that is not spread over the mesh counts as"
+            " the whole value. Where each process holds its own part of the batch, join the parts with"
+            " step.global_batch(part) or jax.make_array_from_process_local_data."
         )
 
 

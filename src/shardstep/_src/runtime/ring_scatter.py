@@ -1,16 +1,8 @@
 """Between processes on CPU, a large gradient is scattered in pieces.
 
-gloo, which joins JAX's CPU processes, sends a block in one message over one TCP connection, and XLA copies the whole
-tensor for it first. On a loaded machine a message of 4 MiB took 3.7 ms and one of 8 MiB 22.6 ms. Why is not
-established; the likely cause is the kernel's send buffer (`net.ipv4.tcp_wmem`, at most 4 MiB there).
-
-So a large block goes round the ring in pieces below that size. Each replica sends what it would send
-otherwise, (n - 1) / n of the tensor, and in the plan this remains one reduce-scatter.
-
-Steps of the transformer of `benchmarks/workloads.py`, scattered by gloo and in pieces, one process a core (2 cores),
-JAX 0.12.0.1, 2026-11-16: 2 processes 351 and 346 ms (no difference: 24 steps, overlapping quartiles), 4 processes 644
-and 596 ms (12 steps). Gathering the weights in pieces as well was tried and lost (470 ms with 2 processes): what
-arrives in pieces is copied once more to be whole.
+gloo sends a block in one message, and large messages are slow: see docs/decisions/003-ring-scatter.md. So a large block
+goes around the ring in pieces. Each replica sends what it would send otherwise, (n - 1) / n of the tensor, and in the
+plan this remains one reduce-scatter.
 """
 
 from __future__ import annotations
@@ -21,12 +13,10 @@ from jax import lax
 
 from ..core.layout import Axis
 
-MESSAGE_BYTES = 2 * 1024 * 1024
-
 
 def in_pieces(nbytes: int, axis: Axis) -> bool:
-    """Is a block of so many bytes more than one message?"""
-    return 0 < axis.message_bytes < nbytes
+    """Is a block of this size more than one message?"""
+    return 0 < axis.backend.message_bytes < nbytes
 
 
 def scatter_in_pieces(x: jax.Array, dim: int, axis: Axis) -> jax.Array:
@@ -53,6 +43,6 @@ def _pass_on(x: jax.Array, axis: Axis) -> jax.Array:
 
 def _cuts(size: int, nbytes: int, axis: Axis) -> list[tuple[int, int]]:
     """Start and length of pieces that are one message each, as nearly as whole indices allow."""
-    pieces = min(-(-nbytes // axis.message_bytes), size)
+    pieces = min(-(-nbytes // axis.backend.message_bytes), size)
     length = -(-size // pieces)
     return [(start, min(length, size - start)) for start in range(0, size, length)]

@@ -10,30 +10,31 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..api import Rewritten, ShardedStep
+from ..api import PlannedStep, ShardedStep
 from ..core.layout import Varying
-from ..planning import engines
+from ..runtime import annotate
 
 
-def flat(sharded: ShardedStep, program: Rewritten) -> Callable[..., list[Any]]:
+def flat(sharded: ShardedStep, program: PlannedStep) -> Callable[..., list[Any]]:
     """The user's own step, on leaves."""
+    constants = {i for i, _ in program.captured.out_constants}
 
     def run(*leaves: Any) -> list[Any]:
         args, kwargs = program.captured.call.rebuild(leaves)
-        return [x for x in jax.tree.leaves(sharded.step(*args, **kwargs)) if hasattr(x, "dtype") or np.isscalar(x)]
+        results = jax.tree.leaves(sharded.step(*args, **kwargs))
+        return [x for i, x in enumerate(results) if i not in constants]
 
     return run
 
 
-def everywhere(program: Rewritten, mesh: Mesh) -> list[PartitionSpec]:
+def everywhere(program: PlannedStep, mesh: Mesh) -> list[PartitionSpec]:
     """Plain data parallelism: the examples are split, and nothing else is."""
     return _with_examples(program, mesh, [PartitionSpec()] * len(program.captured.paths))
 
 
-def zero1(program: Rewritten, mesh: Mesh) -> list[PartitionSpec]:
+def zero1(program: PlannedStep, mesh: Mesh) -> list[PartitionSpec]:
     """What one writes today: each moment split along its first dimension that the replicas divide."""
 
     def by_hand(role: str, shape: tuple[int, ...]) -> PartitionSpec:
@@ -43,21 +44,21 @@ def zero1(program: Rewritten, mesh: Mesh) -> list[PartitionSpec]:
     return _with_examples(program, mesh, [by_hand(leaf.role, leaf.shape) for leaf in program.plan.leaves])
 
 
-def _with_examples(program: Rewritten, mesh: Mesh, specs: Sequence[PartitionSpec]) -> list[PartitionSpec]:
+def _with_examples(program: PlannedStep, mesh: Mesh, specs: Sequence[PartitionSpec]) -> list[PartitionSpec]:
     made = list(specs)
     for i, dim in program.captured.batch.items():
         made[i] = PartitionSpec(*[None] * dim, tuple(mesh.axis_names))
     return made
 
 
-def annotated(sharded: ShardedStep, program: Rewritten, mesh: Mesh, specs: Sequence[PartitionSpec]) -> Any:
+def annotated(sharded: ShardedStep, program: PlannedStep, mesh: Mesh, specs: Sequence[PartitionSpec]) -> Any:
     """The step under `jax.jit`, its arguments laid out as given."""
     captured = program.captured
     shardings = [NamedSharding(mesh, spec) for spec in specs]
-    return engines.annotated(sharded.step, captured, shardings, tuple(captured.state))
+    return annotate.annotated(sharded.step, captured, shardings, tuple(captured.state))
 
 
-def per_replica(sharded: ShardedStep, program: Rewritten, donate: bool = False) -> Any:
+def per_replica(sharded: ShardedStep, program: PlannedStep, donate: bool = False) -> Any:
     """A step that is written for one replica, under `shard_map`."""
     captured, run = program.captured, flat(sharded, program)
     assert captured.axis_name is not None

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..api import Rewritten, ShardedStep, shard
+from ..api import PlannedStep, ShardedStep, shard
 from ..capture.step import Captured
 from ..runtime.processes import whole
-from . import baselines as alternatives
+from . import baselines
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,10 @@ def check(step: Callable[..., Any], *args: Any, steps: int = 3, **kwargs: Any) -
     return Check(steps, sharded.replicas.count, tuple(compared))
 
 
-def _plain(sharded: ShardedStep, program: Rewritten) -> Callable[[list[Any]], list[Any]]:
-    """The step as its user would run it without shardstep: `jit`, or `shard_map` for a per-replica step."""
+def _plain(sharded: ShardedStep, program: PlannedStep) -> Callable[[list[Any]], list[Any]]:
+    """The step as the user would run it without shardstep: `jit`, or `shard_map` for a per-replica step."""
     per_replica = program.captured.axis_name is not None
-    run = alternatives.per_replica(sharded, program) if per_replica else jax.jit(alternatives.flat(sharded, program))
+    run = baselines.per_replica(sharded, program) if per_replica else jax.jit(baselines.flat(sharded, program))
     return lambda leaves: run(*map(whole, leaves))
 
 
@@ -101,11 +101,8 @@ def _advance(captured: Captured, inputs: list[Any], outputs: list[Any]) -> list[
 
 
 def _paths(captured: Captured) -> list[tuple[str, Any]]:
-    count = captured.out_tree.num_leaves
     constants = {i for i, _ in captured.out_constants}
-    tree = jax.tree.unflatten(captured.out_tree, list(range(count)))
-    found = jax.tree_util.tree_leaves_with_path(tree)
-    return [("output", path) for i, (path, _) in enumerate(found) if i not in constants]
+    return [("output", path) for i, path in enumerate(captured.out_paths) if i not in constants]
 
 
 def _compare(path: str, ours: Any, theirs: Any) -> Difference:

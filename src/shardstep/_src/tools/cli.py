@@ -47,8 +47,7 @@ def describe(error: Exception) -> str:
 
 def user_line(error: Exception) -> str:
     """The innermost line of the user's own program that an error came through, if there is one."""
-    package = Path(__file__).parents[2]
-    ours = (str(package), sysconfig.get_path("stdlib"), "<")  # the virtual environment's packages aside
+    ours = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), "<")  # the virtual environment's packages aside
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -139,7 +138,7 @@ def parser() -> argparse.ArgumentParser:
     explain.add_argument("program", metavar="PROGRAM", help="path.py:factory or module:factory")
     where = explain.add_mutually_exclusive_group()
     where.add_argument("--devices", type=positive, default=8, help="simulated CPU devices (default: %(default)s)")
-    where.add_argument("--replicas", type=positive, help="plan for so many replicas, of which none need exist")
+    where.add_argument("--replicas", type=positive, help="plan for this number of replicas, which need not exist")
     where.add_argument(
         "--topology", metavar="NAME", help="plan for a machine: v5e:16x16, v5p:4x4x4, h200:8x8 (hosts x GPUs)"
     )
@@ -156,7 +155,7 @@ def parser() -> argparse.ArgumentParser:
         "--tolerance", type=tolerance, default=1e-3, help="largest relative difference (default: %(default)s)"
     )
 
-    bench = command("bench", "run_bench", "time a step against what one would do instead", BENCH, BENCH_EXAMPLES)
+    bench = command("bench", "run_bench", "time a step against the alternatives", BENCH, BENCH_EXAMPLES)
     bench.add_argument("program", metavar="PROGRAM", help="path.py:factory or module:factory")
     bench.add_argument("--devices", type=positive, default=8, help="simulated CPU devices (default: %(default)s)")
     bench.add_argument("--steps", type=positive, default=10, help="measured steps of each (default: %(default)s)")
@@ -181,7 +180,7 @@ def run_explain(args: argparse.Namespace) -> int:
 
 def machine_size(name: str) -> int:
     from ..core.errors import ShardstepError
-    from ..machine.topology import describe  # touches no devices
+    from ..machine.topology import describe
     from .commands.target import UsageError
 
     try:
@@ -206,7 +205,7 @@ def run_bench(args: argparse.Namespace) -> int:
 
 def run_demo(args: argparse.Namespace) -> int:
     simulate_devices(args.devices)
-    from .demo.run import demo  # after the devices are set: nothing before this line may touch them
+    from .demo.run import demo
 
     return 0 if demo(args.steps, args.model, args.optimizer, args.html) else 1
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "ragged-all-to-all", "collective-permute")
 
@@ -28,10 +28,11 @@ class Collective:
     in_loop: bool  # inside the body of a while loop: it runs once per iteration
     arrays: int  # how many arrays travel in it
     name: str
+    times: int = 1  # how often one step runs it, where the compiler knows how often its loops turn
 
     @property
     def wire_bytes(self) -> float:
-        """The bytes each replica sends under the bandwidth-optimal (ring) algorithm."""
+        """The bytes each replica sends each time, under the bandwidth-optimal (ring) algorithm."""
         away = (self.group - 1) / self.group
         return {"all-reduce": 2 * away, "collective-permute": 1.0}.get(self.kind, away) * self.bytes
 
@@ -40,17 +41,18 @@ def collectives(text: str) -> list[Collective]:
     """Every collective in `compiled.as_text()`, in the order of the text."""
     computations = dict(_computations(text))
     loops = _reachable(computations, _bodies(text))
+    times = _times(computations)
     everyone = _header_int(text, "replica_count") * _header_int(text, "num_partitions")
     lines = [(computation, line) for computation, body in computations.items() for line in body]
     # The TPU hides a gather behind other work in pieces (start, steps, done), and all print it: one chain, one gather.
     chains = {m[1]: line for _, line in lines if (m := _CHAIN.search(line))}
     once = set(chains.values())
-    return [
-        found
-        for computation, line in lines
-        if (not _CHAIN.search(line) or line in once)
-        and (found := _collective(line, computation, everyone, computation in loops)) is not None
-    ]
+    found = []
+    for computation, line in lines:
+        collective = _collective(line, computation, everyone, computation in loops)
+        if collective is not None and (line in once or not _CHAIN.search(line)):
+            found.append(replace(collective, times=times[computation]))
+    return found
 
 
 def counts(found: Iterable[Collective]) -> dict[str, int]:
@@ -62,8 +64,8 @@ def counts(found: Iterable[Collective]) -> dict[str, int]:
 
 
 def wire_bytes(found: Iterable[Collective]) -> float:
-    """Bytes each replica sends in one pass over the program (a loop body counted once)."""
-    return sum(collective.wire_bytes for collective in found)
+    """Bytes each replica sends in one step. A loop counts as often as it turns; once, if only the data knows that."""
+    return sum(collective.times * collective.wire_bytes for collective in found)
 
 
 # --- the module as computations -------------------------------------------------------------------------------------
@@ -111,6 +113,28 @@ def _reachable(computations: dict[str, list[str]], roots: set[str]) -> set[str]:
             seen.add(name)
             todo.extend(_called(computations.get(name, ())))
     return seen
+
+
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+
+
+def _times(computations: dict[str, list[str]]) -> dict[str, int]:
+    """How often each computation runs: the trips of the loops around it."""
+    times: dict[str, int] = {}
+
+    def visit(name: str, runs: int) -> None:
+        if times.get(name, 0) >= runs:
+            return
+        times[name] = runs
+        for line in computations.get(name, ()):
+            trips = int(found[1]) if " while(" in line and (found := _TRIPS.search(line)) else 1
+            for called in _called([line]):
+                visit(called, runs * trips)
+
+    called = set().union(*map(_called, computations.values())) if computations else set()
+    for name in computations.keys() - called:
+        visit(name, 1)
+    return times
 
 
 def _header_int(text: str, name: str) -> int:

@@ -1,7 +1,7 @@
 """What the planner has met before.
 
 Steps repeat themselves: every leaf goes through the same optimizer, every layer through the same block. So what is
-known of a value (`Wanted`, `Forms`) is one object for all values of which the same is known, and an equation's
+known of a value (`Preferences`, `Forms`) is one object for all values of which the same is known, and an equation's
 *situation* is its kind and these objects, compared by identity. What was found out in a situation once holds wherever
 it arises again: a program of ten thousand leaves takes as many decisions as one of ten.
 """
@@ -9,22 +9,23 @@ it arises again: a program of ten thousand leaves takes as many decisions as one
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ...core.layout import Array, Axis, Layout, Partial, Placement, Split
+from ...core.layout import Array, Axis, Layout, Partial, origins
 from ...core.moves import layout_cost
-from ...core.schedule import Demand, Ruling, Schedule
+from ...core.program import Kinds
+from ...core.schedule import Preference, Ruling, Schedule
 
-Situation = tuple[Any, ...]
+MemoKey = tuple[Any, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Wanted:
+class Preferences:
     """What the readers of a value want of it along each axis, and whether there are several readers."""
 
-    demands: tuple[Demand, ...]
+    by_axis: tuple[Preference, ...]
     several: bool
 
 
@@ -32,33 +33,33 @@ class Wanted:
 class Forms:
     """The layouts in which one value may be read without communication.
 
-    `held` are those that readers are shown (first the one they should see first); `present` are those that replicas
-    have in memory. The two differ where a free slice is not made before somebody reads it.
+    `visible` are those that readers are shown (first the one they should see first); `materialized` are those that
+    replicas have in memory. The two differ where a free slice is not made before somebody reads it.
     """
 
-    held: tuple[Layout, ...]
-    present: tuple[Layout, ...]
-    wanted: Wanted
+    visible: tuple[Layout, ...]
+    materialized: tuple[Layout, ...]
+    preferences: Preferences
 
     @property
-    def home(self) -> Layout:
+    def primary(self) -> Layout:
         """The layout that readers see first. Once reduced, a value is never seen partial again."""
-        return self.living[0]
+        return self.usable[0]
 
     @functools.cached_property
-    def living(self) -> tuple[Layout, ...]:
-        if len(self.held) == 1:
-            return self.held
-        reduced = tuple(f for f in self.held if not any(isinstance(p, Partial) for p in f))
-        return reduced or self.held
+    def usable(self) -> tuple[Layout, ...]:
+        if len(self.visible) == 1:
+            return self.visible
+        reduced = tuple(f for f in self.visible if not any(isinstance(p, Partial) for p in f))
+        return reduced or self.visible
 
     def source(self, target: Layout, array: Array, axes: tuple[Axis, ...]) -> Layout:
         """The layout in memory from which `target` is cheapest."""
-        if target in self.present:
+        if target in self.materialized:
             return target
-        if len(self.present) == 1:
-            return self.present[0]
-        return min(self.present, key=lambda f: layout_cost(f, target, array, axes))
+        if len(self.materialized) == 1:
+            return self.materialized[0]
+        return min(self.materialized, key=lambda f: layout_cost(f, target, array, axes))
 
 
 class Conversion(NamedTuple):
@@ -75,45 +76,41 @@ class Outcome:
     """What an equation does in a situation."""
 
     ruling: Ruling
-    conversions: tuple[Conversion, ...]  # of its operands, in front of it
+    conversions: tuple[Conversion, ...]  # of its operands, before it runs
     results: tuple[Forms, ...]
     meets_batch: bool  # are its operands read together with examples?
 
 
-class Situations:
+class Memo:
     """What was found out before, by situation. For one set of axes."""
 
     def __init__(self) -> None:
-        self.outcomes: dict[Situation, Outcome] = {}  # of the forward walk
-        self.requests: dict[Situation, tuple[tuple[int, Wanted], ...]] = {}  # of the backward walk, by operand
+        self.kinds = Kinds()
+        self.outcomes: dict[MemoKey, Outcome] = {}  # of the forward walk
+        self.requests: dict[MemoKey, tuple[tuple[int, Preferences], ...]] = {}  # of the backward walk, by operand
         self.answers: dict[Any, Any] = {}  # of the rules, to the questions of the backward walk
-        self.bodies: dict[Situation, Schedule] = {}  # of loops and branches; each walk round a loop comes by again
-        self._wanted: dict[Any, Wanted] = {}
-        self._joined: dict[tuple[Wanted, Wanted], Wanted] = {}
+        self.bodies: dict[MemoKey, Schedule] = {}  # of loops and branches; each walk round a loop comes by again
+        self._preferences: dict[Any, Preferences] = {}
+        self._joined: dict[tuple[Preferences, Preferences], Preferences] = {}
         self._forms: dict[Any, Forms] = {}
 
-    def wanted(self, demands: tuple[Demand, ...], several: bool = False) -> Wanted:
-        examples = carry_examples(s for demand in demands for s in demand.splits)
-        return self._wanted.setdefault((demands, examples, several), Wanted(demands, several))
+    def preferences(self, preferences: tuple[Preference, ...], several: bool = False) -> Preferences:
+        examples = origins(s for preference in preferences for s in preference.splits)
+        return self._preferences.setdefault((preferences, examples, several), Preferences(preferences, several))
 
-    def both(self, first: Wanted, then: Wanted) -> Wanted:
-        """What two readers want, the first of which is first to be pleased."""
+    def both(self, first: Preferences, then: Preferences) -> Preferences:
+        """What two readers want, the first has priority."""
         known = self._joined.get((first, then))
         if known is None:
-            demands = tuple(a | b for a, b in zip(first.demands, then.demands, strict=True))
-            known = self._joined[first, then] = self.wanted(demands, first.several or then.several)
+            preferences = tuple(a | b for a, b in zip(first.by_axis, then.by_axis, strict=True))
+            known = self._joined[first, then] = self.preferences(preferences, first.several or then.several)
         return known
 
-    def forms(self, held: Sequence[Layout], present: Sequence[Layout], wanted: Wanted) -> Forms:
-        held, present = tuple(dict.fromkeys(held)), tuple(present)
-        key = held, present, carry_examples(p for layout in held + present for p in layout), wanted
-        return self._forms.setdefault(key, Forms(held, present, wanted))
+    def forms(self, visible: Sequence[Layout], materialized: Sequence[Layout], preferences: Preferences) -> Forms:
+        visible, materialized = tuple(dict.fromkeys(visible)), tuple(materialized)
+        key = visible, materialized, origins(p for layout in visible + materialized for p in layout), preferences
+        return self._forms.setdefault(key, Forms(visible, materialized, preferences))
 
     def added(self, forms: Forms, layout: Layout) -> Forms:
         """Those of a value that is now held in another layout too."""
-        return self.forms((*forms.held, layout), (*forms.present, layout), forms.wanted)
-
-
-def carry_examples(placements: Iterable[Placement]) -> tuple[bool, ...]:
-    """Which splits carry the examples: equality leaves it out, decisions do not."""
-    return tuple([p.batch for p in placements if isinstance(p, Split)])
+        return self.forms((*forms.visible, layout), (*forms.materialized, layout), forms.preferences)

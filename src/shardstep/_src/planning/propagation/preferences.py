@@ -6,160 +6,167 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ...core.layout import REPLICATED, Layout, Partial, Placement, Replicated, Split, is_batch
+from ...core.layout import REPLICATED, Layout, Partial, Placement, Replicated, Split, is_batch, origins
 from ...core.program import Atom, Equation, Literal, Program
-from ...core.schedule import NOTHING, Demand, Schedule, Step
+from ...core.schedule import NO_PREFERENCE, Preference, Schedule, Step
 from ...rules import Site
-from . import loops as control_flow
-from .memo import Forms, Situations, Wanted
+from . import loops
+from .boundary import Boundary
+from .memo import Forms, Memo, Preferences
+from .microbatches import PERMUTED, Reschedule, may_permute
 from .rule_queries import carried, condensed, trial_for
 
 
-def nothing_wanted(program: Program, count: int, known: Situations) -> dict[Atom, Wanted]:
-    """What is known of the readers of each value, along so many axes, before they are asked."""
-    one, several = (known.wanted((NOTHING,) * count, several) for several in (False, True))
+def no_preferences(program: Program, count: int, memo: Memo) -> dict[Atom, Preferences]:
+    """What is known of the readers of each value, along `count` axes, before they are asked."""
+    one, several = (memo.preferences((NO_PREFERENCE,) * count, several) for several in (False, True))
     return {atom: several if uses > 1 else one for atom, uses in program.uses.items()}
 
 
 def due_at_the_end(
-    program: Program, outputs: Sequence[Layout | None], count: int, known: Situations
-) -> dict[Atom, Wanted]:
+    program: Program, outputs: Sequence[Layout | None], count: int, memo: Memo
+) -> dict[Atom, Preferences]:
     """The same, if no reader was asked yet but it is known how the values leave."""
-    wanted = nothing_wanted(program, count, known)
+    preferences = no_preferences(program, count, memo)
     for atom, layout in zip(program.outputs, outputs, strict=True):
         if layout is not None and not isinstance(atom, Literal):
-            due = tuple(Demand(due=True) if isinstance(p, Replicated) else NOTHING for p in layout)
-            wanted[atom] = known.both(wanted[atom], known.wanted(due))
-    return wanted
+            due = tuple(Preference(due=True) if isinstance(p, Replicated) else NO_PREFERENCE for p in layout)
+            preferences[atom] = memo.both(preferences[atom], memo.preferences(due))
+    return preferences
 
 
-def wanted_of(
-    first: Schedule,
-    outputs: Sequence[Layout | None],
-    outside: Sequence[tuple[Demand, ...]] | None,
-    seen: Sequence[Layout],
-    known: Situations,
-    reschedule: Callable[..., Schedule],
-) -> dict[Atom, Wanted]:
+def preferences_of(first: Schedule, boundary: Boundary, memo: Memo, reschedule: Reschedule) -> dict[Atom, Preferences]:
     """What the readers of each value want of it, seen from the end of the program."""
-    backward = Backward(first, seen, known, reschedule)
-    for i, (atom, layout) in enumerate(zip(first.program.outputs, outputs, strict=True)):
+    backward = Backward(first, boundary.seen, memo, reschedule)
+    for i, (atom, layout) in enumerate(zip(first.program.outputs, boundary.outputs, strict=True)):
         for k in range(len(first.axes)):
             if layout is not None:
-                backward.ask(atom, k, demand_for(layout[k]))
-            if outside is not None:
-                backward.ask(atom, k, outside[i][k])
+                backward.ask(atom, k, preference_for(layout[k]))
+            if boundary.outside is not None:
+                backward.ask(atom, k, boundary.outside[i][k])
     for step in reversed(first.steps):
         backward.visit(step)
-    return backward.wanted
+    return backward.preferences
 
 
-def demand_for(placement: Placement) -> Demand:
+def preference_for(placement: Placement) -> Preference:
     match placement:
         case Split():
-            return Demand((placement,))
+            return Preference((placement,))
         case Replicated():
-            return Demand(full=True, due=True)
-    return NOTHING
+            return Preference(full=True, due=True)
+    return NO_PREFERENCE
 
 
 class Backward:
-    def __init__(self, first: Schedule, seen: Sequence[Layout], known: Situations, reschedule: Callable[..., Schedule]):
+    def __init__(self, first: Schedule, seen: Sequence[Layout], memo: Memo, reschedule: Reschedule):
         self.axes = first.axes
-        self.known = known
-        self.wanted = nothing_wanted(first.program, len(first.axes), known)
-        self.nothing = (NOTHING,) * len(first.axes)
+        self.memo = memo
+        self.preferences = no_preferences(first.program, len(first.axes), memo)
+        self.nothing = (NO_PREFERENCE,) * len(first.axes)
         self.uses = first.program.uses
         self.reschedule = reschedule
-        self.homes: dict[Atom, Forms] = dict(zip(first.program.inputs, map(self.home, first.inputs), strict=True))
-        self.homes.update(zip(first.program.inputs, map(self.home, seen), strict=False))
+        self.forms: dict[Atom, Forms] = dict(zip(first.program.inputs, map(self.held_in, first.inputs), strict=True))
+        self.forms.update(zip(first.program.inputs, map(self.held_in, seen), strict=False))
         rulings = {step.ruling for step in first.steps}
-        homes = {ruling: tuple(map(self.home, ruling.seen)) for ruling in rulings}
+        forms = {ruling: tuple(map(self.held_in, ruling.seen)) for ruling in rulings}
         for step in first.steps:
-            self.homes.update(zip(step.equation.outputs, homes[step.ruling], strict=True))
+            self.forms.update(zip(step.equation.outputs, forms[step.ruling], strict=True))
         self.program = first.program
 
     @functools.cached_property
     def producers(self) -> dict[Atom, Equation]:
         return {v: e for e in self.program.equations for v in e.outputs}
 
-    def home(self, layout: Layout) -> Forms:
-        """A value that is held in one layout, whoever wants it."""
-        return self.known.forms((layout,), (layout,), self.known.wanted(self.nothing))
+    def held_in(self, layout: Layout) -> Forms:
+        """A value that is held in one layout, whatever its readers want."""
+        return self.memo.forms((layout,), (layout,), self.memo.preferences(self.nothing))
 
-    def ask(self, atom: Atom, k: int, demand: Demand) -> None:
-        if demand is NOTHING or isinstance(atom, Literal):
+    def ask(self, atom: Atom, k: int, preference: Preference) -> None:
+        if preference is NO_PREFERENCE or isinstance(atom, Literal):
             return
-        asked = self.known.wanted((*self.nothing[:k], demand, *self.nothing[k + 1 :]))
-        self.wanted[atom] = self.known.both(self.wanted[atom], asked)
+        asked = self.memo.preferences((*self.nothing[:k], preference, *self.nothing[k + 1 :]))
+        self.preferences[atom] = self.memo.both(self.preferences[atom], asked)
 
-    def demand_only(self, atom: Atom, k: int, demand: Demand) -> None:
+    def prefer_only(self, atom: Atom, k: int, preference: Preference) -> None:
         """Replace whatever was asked before."""
-        before = self.wanted[atom]
-        demands = (*before.demands[:k], demand, *before.demands[k + 1 :])
-        self.wanted[atom] = self.known.wanted(demands, before.several)
+        before = self.preferences[atom]
+        preferences = (*before.by_axis[:k], preference, *before.by_axis[k + 1 :])
+        self.preferences[atom] = self.memo.preferences(preferences, before.several)
 
     def visit(self, step: Step) -> None:
         equation = step.equation
         if equation.bodies:
-            control_flow.demand(self, step)
+            self.visit_bodies(step)
             return
-        asked = map(self.wanted.get, equation.outputs)
-        situation = (step.ruling, *map(self.homes.get, equation.inputs), *asked)
-        requests = self.known.requests.get(situation)
+        asked = map(self.preferences.get, equation.outputs)
+        key = (step.ruling, *map(self.forms.get, equation.inputs), *asked)
+        requests = self.memo.requests.get(key)
         if requests is None:
-            requests = self.known.requests[situation] = self.requests(step)
-        for i, wanted in requests:
+            requests = self.memo.requests[key] = self.requests(step)
+        for i, preferences in requests:
             atom = equation.inputs[i]
-            self.wanted[atom] = self.known.both(self.wanted[atom], wanted)
+            self.preferences[atom] = self.memo.both(self.preferences[atom], preferences)
 
-    def requests(self, step: Step) -> tuple[tuple[int, Wanted], ...]:
-        """What an equation wants of its operands, given what is wanted of its results."""
-        found: dict[int, list[Demand]] = {}
+    def visit_bodies(self, step: Step) -> None:
+        """What the bodies of a loop or branch want of the values that enter them."""
+        equation = step.equation
         for k in range(len(self.axes)):
-            for i, demand in self.along(step, k):
+            for atom, preference in zip(equation.inputs, loops.entering(step, k), strict=True):
+                self.ask(atom, k, preference)
+            scanned = loops.scanned_over(equation)
+            if scanned and may_permute(self, step, k):
+                for atom in scanned:
+                    self.prefer_only(atom, k, Preference((PERMUTED,)))
+
+    def requests(self, step: Step) -> tuple[tuple[int, Preferences], ...]:
+        """What an equation wants of its operands, given what is wanted of its results."""
+        found: dict[int, list[Preference]] = {}
+        for k in range(len(self.axes)):
+            for i, preference in self.along(step, k):
                 value = step.equation.pattern[i]  # of `x * x` both operands are one value
                 if value >= 0:
-                    demands = found.setdefault(value, list(self.nothing))
-                    demands[k] = demands[k] | demand
-        return tuple((i, self.known.wanted(tuple(demands))) for i, demands in found.items())
+                    preferences = found.setdefault(value, list(self.nothing))
+                    preferences[k] = preferences[k] | preference
+        return tuple((i, self.memo.preferences(tuple(preferences))) for i, preferences in found.items())
 
-    def along(self, step: Step, k: int) -> Iterator[tuple[int, Demand]]:
-        """The same along axis k: an operand, and a demand."""
+    def along(self, step: Step, k: int) -> Iterator[tuple[int, Preference]]:
+        """The same along axis k: an operand, and a preference."""
         equation = step.equation
-        homes = [self.homes[a].home[k] if a in self.homes else REPLICATED for a in equation.inputs]
-        meets_batch = any(map(is_batch, homes))
-        for i, (home, layout) in enumerate(zip(homes, step.operands, strict=True)):
+        held = [self.forms[a].primary[k] if a in self.forms else REPLICATED for a in equation.inputs]
+        meets_batch = any(map(is_batch, held))
+        for i, (home, layout) in enumerate(zip(held, step.operands, strict=True)):
             target = layout[k]
             if isinstance(target, Split):
-                yield i, Demand((target,))
+                yield i, Preference((target,))
             elif isinstance(target, Replicated) and (isinstance(home, Split) or (meets_batch and not is_batch(home))):
-                yield i, Demand(full=True)
+                yield i, Preference(full=True)
         if meets_batch:
             return
         summed_up = self.answer(equation, k, condensed)
-        summed = sum(isinstance(h, Partial) for h in homes) if isinstance(step.results[0][k], Partial) else 1
-        for r, demand in enumerate(self.wanted[v].demands[k] for v in equation.outputs):
-            terms = demand.terms * max(summed, 1)
-            for split in demand.splits[:2]:
+        sums = any(isinstance(layout[k], Partial) for layout in step.results[:1])  # a callback has no results
+        summed = sum(isinstance(h, Partial) for h in held) if sums else 1
+        for r, preference in enumerate(self.preferences[v].by_axis[k] for v in equation.outputs):
+            terms = preference.terms * max(summed, 1)
+            for split in preference.splits[:2]:
                 if trial := self.answer(equation, k, trial_for, r, split):
                     for i, placement in enumerate(trial.operands):
                         if isinstance(placement, Split):
-                            yield i, Demand((placement,), terms=terms)
-            full = demand.full and not isinstance(step.results[r][k], Split)  # a split result is gathered as it is
-            if full or demand.any:
+                            yield i, Preference((placement,), terms=terms)
+            full = preference.full and not isinstance(step.results[r][k], Split)  # a split result is gathered as it is
+            if full or preference.any:
                 for i in self.answer(equation, k, carried, r):
                     # of the sums of rows, little is to be gathered: nobody has to hold the rows whole for that
-                    yield i, Demand(full=full and i not in summed_up, any=demand.any, terms=terms)
+                    yield i, Preference(full=full and i not in summed_up, any=preference.any, terms=terms)
         for i in summed_up:
-            yield i, Demand(any=True)
+            yield i, Preference(any=True)
 
     def answer(self, equation: Equation, k: int, question: Callable[..., Any], *about: Any) -> Any:
         """Ask the rules, once for each kind of equation."""
-        key = (equation.kind, k, question, *about, *(is_batch(p) for p in about if isinstance(p, Split)))
-        if key not in self.known.answers:
+        key = (self.memo.kinds[equation], k, question, *about, origins(about))
+        if key not in self.memo.answers:
             arrays, results = (tuple(a.array for a in atoms) for atoms in (equation.inputs, equation.outputs))
             # Shapes along the other axes do not matter for what is asked here: a trial on whole shapes will do.
             site = Site(equation.primitive, equation.params, arrays, results, self.axes[k].size)
-            self.known.answers[key] = question(site, *about)
-        return self.known.answers[key]
+            self.memo.answers[key] = question(site, *about)
+        return self.memo.answers[key]

@@ -23,7 +23,7 @@ def localise(site: Site, decision: Decision) -> Site:
     return Site(site.primitive, params, inputs, outputs, 1)
 
 
-def offers(site: Site, placements: tuple[Placement, ...]) -> Iterator[Decision]:
+def valid_decisions(site: Site, placements: tuple[Placement, ...]) -> Iterator[Decision]:
     """The decisions that are right for these placements and cut every value evenly."""
     if VARYING in placements and not speaks_of_replicas(site.primitive):
         # a replica's own value: the equation runs on each replica, as the user wrote it
@@ -60,7 +60,7 @@ def combinations(options: list[list[Placement]]) -> Iterator[tuple[Placement, ..
 
 
 def work(site: Site, decision: Decision) -> float:
-    """Elements that a replica touches: of two right answers that move the same bytes, take the smaller."""
+    """Elements touched per replica: of two right answers that move the same bytes, take the smaller."""
     pairs = zip(site.inputs + site.outputs, decision.operands + decision.results, strict=True)
     return sum(a.size / (site.n if isinstance(p, Split) else 1) for a, p in pairs)
 
@@ -75,14 +75,14 @@ def trial_for(site: Site, r: int, split: Split) -> Decision | None:
                 same = site.inputs[i].shape[dim] == site.outputs[r].shape[split.dim]  # padding suits one size only
                 if divides(site.inputs[i].shape, tried, site.n) and (same or not split.extent):
                     placements = tuple(tried if j == i else REPLICATED for j in range(len(site.inputs)))
-                    for decision in offers(site, placements):
+                    for decision in valid_decisions(site, placements):
                         if decision.results[r] == split and decision.operands[i] == tried:
                             return decision
     return None
 
 
 def carried(site: Site, r: int) -> list[int]:
-    """The operands that pass a split on to result r: whoever wants r whole wants them whole."""
+    """The operands that pass a split on to result r: a reader that wants r whole wants them whole."""
     return [i for i in range(len(site.inputs)) if _some_split(site, i, lambda d: isinstance(d.results[r], Split))]
 
 
@@ -102,6 +102,6 @@ def _some_split(site: Site, i: int, accept: Callable[[Decision], bool]) -> bool:
         tried = cut(site.inputs[i].shape, dim, site.n)
         if divides(site.inputs[i].shape, tried, site.n):
             placements = tuple(tried if j == i else REPLICATED for j in range(len(site.inputs)))
-            if any(d.operands[i] == tried and accept(d) for d in offers(site, placements)):
+            if any(d.operands[i] == tried and accept(d) for d in valid_decisions(site, placements)):
                 return True
     return False

@@ -21,14 +21,14 @@ from rich.table import Table
 from ...api import ShardedStep
 from ...capture.arguments import abstract
 from ...machine.topology import describe
-from .. import baselines as alternatives
-from ..report.summary import size
+from ...planning.formatting import size
+from .. import baselines
 from .target import Target
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """One program, as the compiler sees it: bytes on a replica, and cycles without those of collectives."""
+    """One program, as the compiler sees it: bytes per replica, and cycles without those of collectives."""
 
     program: str
     argument_bytes: int
@@ -55,8 +55,8 @@ def _programs(sharded: ShardedStep, args: tuple[Any, ...]) -> Iterator[tuple[str
     program, _ = sharded.program(args, {})
     if sharded.axis_name is None:
         mesh, leaves = sharded.replicas.mesh, [abstract(leaf) for leaf in program.captured.call.leaves]
-        for name, lay_out in (("replicated", alternatives.everywhere), ("ZeRO-1 by hand", alternatives.zero1)):
-            yield name, alternatives.annotated(sharded, program, mesh, lay_out(program, mesh)).lower(*leaves)
+        for name, lay_out in (("replicated", baselines.everywhere), ("ZeRO-1 by hand", baselines.zero1)):
+            yield name, baselines.annotated(sharded, program, mesh, lay_out(program, mesh)).lower(*leaves)
     yield "shardstep", sharded.lower(*args)
 
 

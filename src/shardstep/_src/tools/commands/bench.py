@@ -13,13 +13,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.table import Table
 
-from ...api import Rewritten, ShardedStep
+from ...api import PlannedStep, ShardedStep
 from ...capture.arguments import Call, abstract, shape_of
 from ...core.errors import ShardstepError
 from ...core.padded import Padded
-from .. import baselines as alternatives
+from ...planning.formatting import size
+from .. import baselines
 from ..measuring import Contender, Disagreement, Measured, measure, rows
-from ..report.summary import size
 from ..report.terminal import console_for
 from . import target
 from .explain import all_devices
@@ -60,7 +60,7 @@ def contenders(program: target.Target, mesh: Mesh) -> list[Contender]:
     return [*plain, *(runner.sharded(name) for name, runner in runners.items())]
 
 
-def _require_even(program: Rewritten, replicas: int) -> None:
+def _require_even(program: PlannedStep, replicas: int) -> None:
     captured = program.captured
     for i, dim in captured.batch.items():
         examples = shape_of(captured.call.leaves[i])[0][dim]
@@ -74,7 +74,7 @@ def _require_even(program: Rewritten, replicas: int) -> None:
 class Runner:
     """Runs a captured step, leaf by leaf: new state takes the place of the old, everything else stays."""
 
-    def __init__(self, step: ShardedStep, program: Rewritten, call: Call):
+    def __init__(self, step: ShardedStep, program: PlannedStep, call: Call):
         self.step, self.program, self.captured, self.call = step, program, program.captured, call
         outputs = self.captured.program.outputs
         scalars = (o for o, atom in enumerate(outputs) if atom.array.shape == () and _is_float(atom.array.dtype))
@@ -83,18 +83,18 @@ class Runner:
 
     def annotated(self) -> list[Contender]:
         mesh = self.step.replicas.mesh
-        layouts = {"replicated": alternatives.everywhere, "zero1": alternatives.zero1}
+        layouts = {"replicated": baselines.everywhere, "zero1": baselines.zero1}
         specs = {name: lay_out(self.program, mesh) for name, lay_out in layouts.items()}
         return [
-            self._plain(name, alternatives.annotated(self.step, self.program, mesh, laid_out), mesh, laid_out)
+            self._plain(name, baselines.annotated(self.step, self.program, mesh, laid_out), mesh, laid_out)
             for name, laid_out in specs.items()
         ]
 
     def per_replica(self) -> Contender:
         """A step for one replica can be run replicated; annotations say nothing to it."""
         mesh = Mesh(self.step.replicas.mesh.devices.reshape(-1), (self.captured.axis_name,))
-        run = alternatives.per_replica(self.step, self.program, donate=True)
-        return self._plain("replicated", run, mesh, alternatives.everywhere(self.program, mesh))
+        run = baselines.per_replica(self.step, self.program, donate=True)
+        return self._plain("replicated", run, mesh, baselines.everywhere(self.program, mesh))
 
     def _plain(self, name: str, run: Any, mesh: Mesh, specs: Sequence[PartitionSpec]) -> Contender:
         where = [NamedSharding(mesh, spec) for spec in specs]
@@ -145,7 +145,7 @@ def _copy(x: Any) -> Any:
 def table(found: Sequence[Measured], name: str, steps: int, replicas: int) -> Table:
     title = f"{name}: {steps} steps of each in turn on {replicas} devices"
     made = Table("", title=title, title_justify="left", title_style="bold")
-    for heading in ("a step", "quartiles", "", "arguments", "temporaries", "sent", "traced in", "compiled in"):
+    for heading in ("per step", "quartiles", "", "arguments", "temporaries", "sent", "traced in", "compiled in"):
         made.add_column(heading, justify="right")
     plain = found[0].step.median
     for m in found:

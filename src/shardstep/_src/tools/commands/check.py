@@ -8,9 +8,9 @@ from jax.sharding import Mesh
 from rich.table import Table
 from rich.text import Text
 
+from ...planning.formatting import array
 from ..check import Check
 from ..check import check as compare
-from ..report.summary import array
 from ..report.terminal import console_for
 from . import target
 

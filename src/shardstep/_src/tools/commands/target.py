@@ -35,7 +35,7 @@ class Target:
 
     def sharded(self, mesh: Mesh, topology: str | None = None, **more: Any) -> ShardedStep:
         """The step on this mesh, with the settings that the factory gave it, and others instead of some of them."""
-        settings = {**(self.step.settings if isinstance(self.step, ShardedStep) else {}), **more}
+        settings = {**(self.step.settings.keywords() if isinstance(self.step, ShardedStep) else {}), **more}
         if topology is not None:
             settings = {**settings, "options": replace(settings.get("options") or Options(), topology=topology)}
         return shard(self.step.step if isinstance(self.step, ShardedStep) else self.step, mesh, **settings)
@@ -60,7 +60,7 @@ def _from_file(path: str) -> Any:
     file = Path(path).resolve()
     if not file.is_file():
         raise UsageError(f"there is no file {path}")
-    sys.path.insert(0, str(file.parent))  # as `python path.py` has it: what lies beside it can be imported
+    sys.path.insert(0, str(file.parent))  # as `python path.py` has it: its neighbours can be imported
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

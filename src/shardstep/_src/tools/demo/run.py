@@ -111,7 +111,7 @@ def training(problem: Problem, optimizer: str) -> tuple[Callable[..., Any], Call
 
 
 def example() -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """For `shardstep explain shardstep.demo.run:example`."""
+    """For `shardstep explain shardstep._src.tools.demo.run:example`."""
     problem = transformer()
     step, init = training(problem, "adamw")
     return step, (init(jax.random.key(0)), next(problem.batches(16)))
@@ -168,7 +168,7 @@ def train(console: Console, runs: tuple[Run, ...], data: Iterator[Batch], steps:
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("loss {task.fields[loss]:.4f}"),
-        TextColumn("{task.fields[ms]:7.1f} ms a step"),
+        TextColumn("{task.fields[ms]:7.1f} ms per step"),
     )
     with Progress(*columns, console=console) as progress:
         tasks = [progress.add_task(run.name, total=steps, loss=float("nan"), ms=float("nan")) for run in runs]
@@ -197,7 +197,7 @@ def plot(runs: tuple[Run, ...], file: Path) -> str:
 
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for run, style in zip(runs, ("-", "--"), strict=True):
-        axes.plot(range(1, len(run.losses) + 1), run.losses, style, label=f"{run.name}, {run.step_ms:.0f} ms a step")
+        axes.plot(range(1, len(run.losses) + 1), run.losses, style, label=f"{run.name}, {run.step_ms:.0f} ms per step")
     axes.set(xlabel="step", ylabel="loss", title="the same training, twice")
     axes.legend()
     figure.savefig(file, dpi=120)
@@ -215,7 +215,7 @@ def summary(plain: Run, sharded: Run) -> Table:
     table.add_row("median step", f"{before:.1f} ms", f"{after:.1f} ms", ratio(before, after))
     for name, part in (("weights", lambda s: s.params), ("optimizer state", lambda s: s.optimizer)):
         before, after = (bytes_a_replica(part(run.state)) for run in (plain, sharded))
-        table.add_row(f"{name} a replica", megabytes(before), megabytes(after), ratio(before, after))
+        table.add_row(f"{name} per replica", megabytes(before), megabytes(after), ratio(before, after))
     return table
 
 

@@ -14,8 +14,9 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
+from ...planning.formatting import array, count, duration, size
 from ...planning.timeline import PHASES
-from .summary import LEFT_TO_XLA, advice, array, count, duration, groups, left_to_xla, runs, short_line, size
+from .summary import LEFT_TO_XLA, advice, groups, left_to_xla, runs, short_line
 
 if TYPE_CHECKING:
     from ...planning.plan import Plan, Total
@@ -28,7 +29,7 @@ def page(plan: Plan, title: str = "shardstep report", notes: Sequence[str] = ())
     """The whole report as HTML."""
     parts = {
         "title": escape(title),
-        "subtitle": escape(f"{plan.topology}; weights rest {plan.weights}: {plan.why_weights}"),
+        "subtitle": escape(f"{plan.topology}; weights at rest: {plan.weights} ({plan.why_weights})"),
         "footer": escape(f"made by shardstep {_version()}"),
         "css": _asset("page.css"),
         "js": _asset("page.js"),
@@ -119,8 +120,8 @@ def headline(plan: Plan) -> list[dict[str, str]]:
 
     share = f"{plan.auxiliary_share:.1%}"
     return [
-        card("state a replica", plan.state_bytes, size),
-        card("sent in a step, a replica", plan.wire_bytes, size),
+        card("state per replica", plan.state_bytes, size),
+        card("sent per step and replica", plan.wire_bytes, size),
         card(
             "predicted update time", plan.update_seconds, duration, f"on the wire {_arrow(plan.wire_seconds, duration)}"
         ),
@@ -130,7 +131,7 @@ def headline(plan: Plan) -> list[dict[str, str]]:
 
 
 def _arrow(total: Total, show: Callable[[float], str]) -> str:
-    """Before and after. A line may break in front of the arrow, but not between a number and its unit."""
+    """Before and after. A line may break before the arrow, but not between a number and its unit."""
     before, after = (show(x).replace(" ", "\u00a0") for x in (total.replicated, total.sharded))
     return f"{before} →\u00a0{after}"
 
@@ -180,7 +181,7 @@ def fragment(plan: Plan) -> str:
         for c in headline(plan)
     )
     leaves = _rows(
-        ("leaf", "array", "role", "at rest", "bytes a replica", "why"),
+        ("leaf", "array", "role", "at rest", "bytes per replica", "why"),
         [
             (
                 g.path + (f" x {len(g.leaves)}" if len(g.leaves) > 1 else ""),

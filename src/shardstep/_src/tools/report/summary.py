@@ -15,34 +15,6 @@ if TYPE_CHECKING:
 ROLES = ("weight", "auxiliary", "frozen", "input", "batch")
 
 
-def size(nbytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(nbytes) < 1024 or unit == "GiB":
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    raise AssertionError
-
-
-def count(number: float) -> str:
-    """12, 3.4k, 65.1M, 1.2G."""
-    for unit in ("", "k", "M", "G"):
-        if abs(number) < 1000 or unit == "G":
-            return f"{number:.0f}" if not unit else f"{number:.1f}{unit}"
-        number /= 1000
-    raise AssertionError
-
-
-def duration(seconds: float) -> str:
-    for unit, factor in (("s", 1), ("ms", 1e3), ("us", 1e6)):
-        if seconds * factor >= 1 or unit == "us":
-            return f"{seconds * factor:.3g} {unit}"
-    raise AssertionError
-
-
-def array(dtype: str, shape: Sequence[int]) -> str:
-    return f"{dtype}[{','.join(map(str, shape))}]"
-
-
 @dataclass(frozen=True)
 class Group:
     """Leaves that differ only in the numbers in their paths: the same leaf of every layer."""
@@ -81,7 +53,7 @@ class Run:
 
     first: Collective
     count: int
-    bytes: float  # sent by a replica in a step
+    bytes: float  # sent per replica and step
 
 
 def runs(collectives: Sequence[Collective]) -> list[Run]:

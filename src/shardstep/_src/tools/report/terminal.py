@@ -10,7 +10,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from .summary import LEFT_TO_XLA, advice, array, count, duration, groups, left_to_xla, runs, short_line, size
+from ...planning.formatting import array, count, duration, size
+from .summary import LEFT_TO_XLA, advice, groups, left_to_xla, runs, short_line
 
 if TYPE_CHECKING:
     from ...planning.plan import Leaf, Plan, Total
@@ -42,8 +43,8 @@ def render(plan: Plan, every: bool = False, notes: Sequence[str] = ()) -> Iterat
 
 def headline(plan: Plan) -> Table:
     table = Table(title=f"shardstep on {plan.replicas} replicas", title_justify="left", title_style="bold")
-    for name in ("a replica, each step", "replicated", "sharded", ""):
-        table.add_column(name, justify="left" if name.startswith("a replica") else "right")
+    for name in ("per replica, each step", "replicated", "sharded", ""):
+        table.add_column(name, justify="left" if name.startswith("per replica") else "right")
     table.add_row("state", *_change(plan.state_bytes))
     table.add_row("sent on the wire", *_change(plan.wire_bytes))
     times = plan.update_seconds, plan.wire_seconds
@@ -54,7 +55,7 @@ def headline(plan: Plan) -> Table:
     table.add_row("optimizer state that is sharded", "", f"{plan.auxiliary_share:.1%}", "")
     table.caption = (
         f"Machine: {plan.topology}. State is shared by {plan.group} replicas: {plan.why_group}.\n"
-        f"Weights rest {plan.weights}: {plan.why_weights}."
+        f"Weights at rest: {plan.weights} ({plan.why_weights})."
     )
     table.caption_justify = "left"
     return table
@@ -69,8 +70,8 @@ def _factor(total: Total) -> str:
 
 
 def leaf_table(plan: Plan, every: bool) -> Group:
-    """The leaves; what is said of many of them stands once, below."""
-    table = _table("Leaves", "leaf", "array", "role", "at rest", "bytes a replica", "why")
+    """The leaves; what applies to many of them is said once, below."""
+    table = _table("Leaves", "leaf", "array", "role", "at rest", "bytes per replica", "why")
     table.columns[4].justify = "right"
     reasons: dict[str, int] = {}
     if every:

@@ -1,0 +1,22 @@
+"""What the planner hands to the runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .layout import Layout
+from .program import Atom
+from .schedule import Schedule
+from .user_shardings import Kept
+
+
+@dataclass(frozen=True, eq=False)
+class Execution:
+    """How a captured step runs: everything that the runtime needs to know of the plan."""
+
+    engine: str  # "rewrite" or "annotate"
+    schedule: Schedule
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    kept: Mapping[Atom, Kept]  # of the values that are laid out as some state is, along the user's own axes

@@ -1,0 +1,219 @@
+"""Decide how a captured step runs: with which layouts at rest, in which schedule, by which engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+from ..capture.step import Captured
+from ..core import meshes, passes
+from ..core.execution import Execution
+from ..core.layout import Axis, Layout, is_padded, joined, show, whole
+from ..core.options import Options
+from ..core.program import Atom
+from ..core.schedule import Schedule
+from ..core.user_shardings import Kept, alike
+from ..machine.replicas import Replicas
+from . import engines
+from .at_rest import ROOM, Policy, Taken, choose_weights, layout_at_rest, pads_state, small_bytes, take_turns
+from .buckets import bucket_bytes, fuse
+from .precision import travel_in
+from .propagation.boundary import Boundary
+from .propagation.forward import schedule
+from .propagation.memo import Memo
+from .roles import check_outputs, examples_of, roles_of, walk_unsharded
+from .sliced import sliced_dims
+
+
+@dataclass(frozen=True, eq=False)
+class Decided:
+    """All that was decided: `execution` is how the step runs, `describe` makes a Plan of it."""
+
+    schedule: Schedule
+    baseline: Schedule  # of the program that everyone runs today
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    roles: tuple[str, ...]  # of the inputs
+    reasons: tuple[str, ...]
+    weights: str
+    why_weights: str
+    kept: Mapping[Atom, Kept]  # of the values that are laid out as some state is, along the user's own axes
+    engine: engines.Choice
+    wire_bytes: float
+
+    @property
+    def execution(self) -> Execution:
+        """What the runtime needs to know."""
+        return Execution(self.engine.engine, self.schedule, self.inputs, self.outputs, self.kept)
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A step to be planned, and what is known of it before anything is decided."""
+
+    captured: Captured
+    replicas: Replicas
+    options: Options
+    unsharded: Schedule  # on one replica: who meets the examples?
+    roles: tuple[str, ...]  # of the inputs
+    small: int  # leaves of fewer bytes are whole at rest
+    sliced: Mapping[int, AbstractSet[int]]  # the dimensions along which loops take inputs slice by slice
+    baseline: Schedule  # of the program that everyone runs today
+    memo: Memo
+
+    @classmethod
+    def of(cls, captured: Captured, replicas: Replicas, options: Options) -> Problem:
+        unsharded = walk_unsharded(captured)
+        check_outputs(captured, unsharded)
+        roles = tuple(roles_of(captured, unsharded))
+        passes.leave("roles", dict(zip(captured.paths, roles, strict=True)))
+        small = small_bytes(captured, roles, replicas, options)
+        memo = Memo()
+        baseline = _baseline(captured, replicas.axes, memo)
+        sliced = sliced_dims(captured.program, captured.state)
+        return cls(captured, replicas, options, unsharded, roles, small, sliced, baseline, memo)
+
+    def sends_no_more(self, decided: Schedule) -> bool:
+        """Than the replicated step."""
+        return engines.enough(engines.sent(decided), engines.sent(self.baseline))
+
+
+@dataclass(frozen=True, eq=False)
+class Attempt:
+    """The step with its state laid out in one way."""
+
+    schedule: Schedule
+    reasons: tuple[str, ...]  # why each input is laid out as it is
+    weights: str
+    why_weights: str
+
+    @property
+    def sent(self) -> float:
+        return engines.sent(self.schedule)
+
+
+def decide(captured: Captured, replicas: Replicas, weights: str, options: Options) -> Decided:
+    """Plan a captured step."""
+    problem = Problem.of(captured, replicas, options)
+    chosen = _attempt(problem, *choose_weights(weights, options, replicas.topology.platform))
+    if weights == "auto" and options.gather_dtype is None and _is_doubtful(chosen, problem.baseline):
+        instead, why, margin = _INSTEAD[chosen.weights]
+        other = _attempt(problem, instead, why)
+        if other.sent < margin * chosen.sent:
+            chosen = other
+    return _with_engine(problem, chosen)
+
+
+def _attempt(problem: Problem, weights: str, why_weights: str) -> Attempt:
+    """With padding where that is needed; without most of it, if it is padding that makes the step send more."""
+
+    def under(policy: Policy) -> Attempt:
+        return Attempt(*_scheduled(problem, policy), weights, why_weights)
+
+    found = under(Policy(weights, problem.small))
+    if problem.sends_no_more(found.schedule) or not pads_state(problem.captured, found.schedule):
+        return found
+    other = under(Policy(weights, problem.small, ROOM))
+    return other if problem.sends_no_more(other.schedule) else found
+
+
+def _scheduled(problem: Problem, policy: Policy) -> tuple[Schedule, tuple[str, ...]]:
+    """The step scheduled under a policy, and why each input is laid out as it is."""
+    captured, replicas, options = problem.captured, problem.replicas, problem.options
+    program, axes = captured.program, replicas.axes
+    uses = program.uses
+    resting = []
+    for i, (var, role) in enumerate(zip(program.inputs, problem.roles, strict=True)):
+        # frozen state that the update alone reads
+        updating = role == "frozen" and uses[var] > 1 and i not in problem.unsharded.met_batch
+        taken = Taken(captured.kept[i], problem.sliced.get(i, frozenset()))
+        resting.append(layout_at_rest(var.array, "auxiliary" if updating else role, replicas, policy, taken))
+    alone = bucket_bytes(options.bucket_bytes, replicas.topology.platform)
+    resting = take_turns(captured, replicas, problem.roles, resting, alone, problem.sliced)
+    examples = examples_of(captured, axes)
+    inputs = [examples.get(i, layout) for i, (layout, _) in enumerate(resting)]
+    outputs: list[Layout | None] = [None] * len(program.outputs)
+    for i, o in captured.state.items():
+        outputs[o] = inputs[i]
+    boundary = Boundary(tuple(inputs), tuple(outputs))
+    reasons = tuple(reason for _, reason in resting)
+    shown = [f"{show(layout)}, {reason}" for layout, reason in zip(inputs, reasons, strict=True)]
+    passes.leave(f"at rest (weights {policy.weights})", dict(zip(captured.paths, shown, strict=True)))
+    decided = passes.leave("propagation", schedule(program, axes, boundary, problem.memo))
+    decided = passes.leave("precision", travel_in(decided, options.reduce_dtype, options.gather_dtype))
+    return passes.leave("buckets", fuse(decided, alone)), reasons
+
+
+def _with_engine(problem: Problem, chosen: Attempt) -> Decided:
+    """The attempt as the better engine runs it."""
+    captured, decided = problem.captured, chosen.schedule
+    everywhere = whole(decided.axes)
+    unpadded = tuple(engines.unpadded(layout, everywhere) for layout in decided.inputs)
+    question = _question(problem, chosen, shares=any(unpadded[i] != everywhere for i in captured.state))
+    choice = engines.choose(problem.options.engine, question)
+    inputs, outputs, reasons = decided.inputs, decided.outputs, chosen.reasons
+    if choice.engine == "annotate":
+        changed = zip(reasons, inputs, unpadded, strict=True)
+        reasons = tuple(r if a == b else f"{r}; XLA does not pad" for r, a, b in changed)
+        inputs = unpadded
+        resting = {o: inputs[i] for i, o in captured.state.items()}
+        outputs = tuple(resting.get(o, everywhere) for o in range(len(captured.program.outputs)))
+    return Decided(
+        schedule=decided,
+        baseline=problem.baseline,
+        inputs=inputs,
+        outputs=outputs,
+        roles=problem.roles,
+        reasons=reasons,
+        weights=chosen.weights,
+        why_weights=chosen.why_weights,
+        kept=alike(captured.program, captured.kept),
+        engine=choice,
+        wire_bytes=question.annotated if choice.engine == "annotate" else question.rewritten,
+    )
+
+
+def _question(problem: Problem, chosen: Attempt, shares: bool) -> engines.Question:
+    """What the choice of an engine depends on."""
+    captured, replicas, decided = problem.captured, problem.replicas, chosen.schedule
+    inputs = zip(captured.program.inputs, problem.roles, strict=True)
+    updated = [v.array for v, role in inputs if role == "weight" and v.array.nbytes >= problem.small]
+    replicated = engines.sent(problem.baseline)
+    return engines.Question(
+        rewritten=chosen.sent,
+        replicated=replicated,
+        # if nothing is sharded, XLA runs the replicated step
+        annotated=engines.estimate(problem.baseline, decided, updated, replicas.count) if shares else replicated,
+        axis_name=captured.axis_name,
+        uneven=any(is_padded(p) for i in captured.batch for p in decided.inputs[i]),
+        shares=shares,
+        explicit=meshes.explicit(replicas.user_mesh) is not None,
+        alone=replicas.count == 1 and problem.options.gather_dtype is None,  # one replica rounds as well
+    )
+
+
+def _baseline(captured: Captured, axes: tuple[Axis, ...], memo: Memo) -> Schedule:
+    """The program that everyone runs today: all state replicated, gradients all-reduced over all replicas at once."""
+    together = (joined(axes),)
+    examples = examples_of(captured, together)
+    outputs: list[Layout | None] = [None] * len(captured.program.outputs)
+    for o in captured.state.values():
+        outputs[o] = whole(together)
+    inputs = [examples.get(i, whole(together)) for i in range(len(captured.program.inputs))]
+    boundary = Boundary(tuple(inputs), tuple(outputs))
+    return schedule(captured.program, together, boundary, memo if together == axes else None)
+
+
+def _is_doubtful(chosen: Attempt, baseline: Schedule) -> bool:
+    """Might weights that are laid out otherwise send less?"""
+    if chosen.weights == "sharded":
+        return chosen.sent > engines.ENOUGH * engines.sent(baseline)
+    return any(step.ruling.visit for step in chosen.schedule.steps)
+
+
+# What "auto" takes instead, why, and how much less that must send.
+_INSTEAD = {
+    "sharded": ("replicated", "to gather them in the step would send more", 1.0),
+    "replicated": ("sharded", "the examples read few rows of a table, which then never moves", 0.5),
+}

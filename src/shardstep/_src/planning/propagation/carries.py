@@ -1,0 +1,183 @@
+"""What a loop carries has one layout for all iterations: the least one above where it enters and what the body returns,
+
+    replicated  <  partial  <  split(d)  <  whole                      (varying stays varying)
+
+so a gradient accumulator that starts as zeros stays partial through the loop and is reduced once after it, and
+optimizer state that enters split stays split. Two different splits have no common layout but the whole value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from ...core.layout import (
+    PARTIAL,
+    REPLICATED,
+    Axis,
+    Layout,
+    Partial,
+    Placement,
+    Replicated,
+    Split,
+    Varying,
+    fits,
+    is_batch,
+    put,
+)
+from ...core.program import Atom, Equation, Program
+from ...core.schedule import NO_PREFERENCE, Fallback, Preference, Schedule
+from .boundary import Boundary
+
+
+class Walk(Protocol):
+    """The walk over the program that holds the loop or branch: what deciding one asks of it."""
+
+    axes: tuple[Axis, ...]
+    fallbacks: list[Fallback]
+
+    def primary(self, atom: Atom) -> Layout: ...
+
+    def preference(self, atom: Atom, k: int) -> Preference: ...
+
+    def due(self, atom: Atom, k: int) -> bool: ...
+
+    def price(self, atom: Atom, target: Layout) -> float: ...
+
+    def body(self, program: Program, boundary: Boundary) -> Schedule: ...
+
+
+class LoopInput(NamedTuple):
+    """How a value that all iterations share enters a loop: the layout it has there, and the one readers see first."""
+
+    layout: Layout
+    seen: Layout
+
+    @classmethod
+    def of(cls, layout: Layout) -> LoopInput:
+        return cls(layout, layout)
+
+    def hoisted(self, preferences: Sequence[Preference]) -> LoopInput:
+        """What the body would gather in every iteration is gathered once, before the loop.
+
+        Examples are then still seen split, so that whatever takes some of them shares those among the replicas.
+        """
+        gathered = [not isinstance(p, Varying) and d.full for p, d in zip(self.layout, preferences, strict=True)]
+        layout = tuple(REPLICATED if g else p for g, p in zip(gathered, self.layout, strict=True))
+        seen = tuple(p if is_batch(p) or not g else REPLICATED for g, p in zip(gathered, self.seen, strict=True))
+        return LoopInput(layout, seen)
+
+
+@dataclass(frozen=True, eq=False)
+class Loop:
+    """A loop whose carry layouts are to be found, in the walk over the program around it."""
+
+    walk: Walk
+    equation: Equation
+    body: Program
+    fixed: tuple[LoopInput, ...]  # what all iterations share
+    init: tuple[Atom, ...]  # the carries as they enter
+    xs: tuple[Layout, ...]  # what is scanned over, as one iteration sees it
+    preferences: tuple[tuple[Preference, ...], ...]  # of the readers of the results, after the loop
+    entering: tuple[Layout, ...] = ()  # the layouts in which the carries enter, where that is not as they are
+
+    def settle(self) -> tuple[list[Layout], Schedule]:
+        """The carry layouts that the body keeps, and the body scheduled for them.
+
+        The least ones; unless what they communicate in all iterations is more than having every carry whole would cost
+        (an iteration over whole matrices, say).
+        """
+        least = self._fixpoint(set())
+        if not least[1].collectives:
+            return least
+        all_whole = self.whole()
+        times = self.equation.params.get("length", 1)
+
+        def moved(found: tuple[list[Layout], Schedule]) -> float:
+            carry, inside = found
+            entering = (self.walk.price(a, layout) for a, layout in zip(self.init, carry, strict=True))
+            return sum(entering) + times * sum(c.total for c in inside.collectives)
+
+        return all_whole if moved(all_whole) < moved(least) else least
+
+    def whole(self) -> tuple[list[Layout], Schedule]:
+        """The same with every carry whole."""
+        return self._fixpoint({(i, k) for i in range(len(self.init)) for k in range(len(self.walk.axes))})
+
+    def _fixpoint(self, kept: set[tuple[int, int]]) -> tuple[list[Layout], Schedule]:
+        """The least carry layouts that the body keeps, with those in `kept` (carry, axis) staying whole.
+
+        What the readers after the loop want of a carry must not move data inside it: there it would move every
+        iteration.
+        """
+        axes, fixed = self.walk.axes, self.fixed
+        carry = [
+            tuple(REPLICATED if (i, k) in kept and not isinstance(p, Varying) else p for k, p in enumerate(layout))
+            for i, layout in enumerate(self.entering or map(self.walk.primary, self.init))
+        ]
+        free = [None] * len(self.body.outputs)
+        inner = ((NO_PREFERENCE,) * len(axes),) * len(carry) + self.preferences[len(carry) :]
+
+        def schedule(outputs: Sequence[Layout | None]) -> Schedule:
+            inputs = (*(x.layout for x in fixed), *carry, *self.xs)
+            seen = tuple(x.seen for x in fixed)
+            return self.walk.body(self.body, Boundary.of_body(inputs, outputs, inner, seen))
+
+        # each round raises at least one placement, and a placement can be raised three times
+        for _ in range(3 * (len(carry) + 1) * len(axes) + 2):
+            inside = schedule(free)
+            raised = [self._raise(i, carry[i], inside, kept) for i in range(len(carry))]
+            hoisted = tuple(x.hoisted(preferences) for x, preferences in zip(fixed, inside.preferences, strict=False))
+            if raised == carry and hoisted == fixed:
+                made = zip(self.body.outputs, inside.outputs, self.preferences, strict=True)
+                leaving = [_scattered(*each, axes) for each in made]
+                return carry, schedule([*carry, *leaving[len(carry) :]])
+            carry, fixed = raised, hoisted
+        where = f"{self.equation.primitive} at {self.equation.line}"
+        raise AssertionError(f"internal error: the carry layouts of {where} did not settle")
+
+    def _raise(self, i: int, layout: Layout, inside: Schedule, kept: set[tuple[int, int]]) -> Layout:
+        """Carry i, raised to where the body leaves it."""
+        shape, axes = self.init[i].array.shape, self.walk.axes
+        for k, (before, after) in enumerate(zip(layout, inside.outputs[i], strict=True)):
+            # read whole inside the body and after the loop: splitting it in between would only add a gather
+            read_whole = inside.preferences[len(self.fixed) + i][k].full and self.preferences[i][k].full
+            joined = None if (i, k) in kept or (read_whole and isinstance(before, Replicated)) else join(before, after)
+            if joined is not None and not fits(shape, put(layout, k, joined), axes):
+                joined = None
+            if joined is None and not isinstance(after, Varying):
+                kept.add((i, k))
+            layout = put(layout, k, after if isinstance(after, Varying) else REPLICATED if joined is None else joined)
+        return layout
+
+
+_WORTH_A_MESSAGE = 16 * 1024  # bytes
+
+
+def _scattered(atom: Atom, layout: Layout, wanted: Sequence[Preference], axes: tuple[Axis, ...]) -> Layout | None:
+    """How a slice of a stacked result leaves its iteration; None: as it comes.
+
+    A sum that is read split after the loop is scattered in the iteration that makes it (a layer's gradient, say): that
+    sends the same, and no replica ever holds the whole stack of unreduced sums.
+    """
+    if atom.array.nbytes < _WORTH_A_MESSAGE:
+        return None
+    target = tuple(
+        w.splits[0] if p == PARTIAL and w.splits and not w.full else p for p, w in zip(layout, wanted, strict=True)
+    )
+    return target if target != layout and fits(atom.array.shape, target, axes) else None
+
+
+def join(before: Placement, after: Placement) -> Placement | None:
+    """The least placement above both, None where that is the whole value."""
+    if before == after or isinstance(before, Varying):
+        return before
+    match before, after:
+        case (Split(), Split()) | (Partial(), Partial()):
+            return None
+        case (Split(), _) | (Partial(), Replicated()):
+            return before
+        case _, Split(outer=outer) if outer > 1:
+            return None
+    return after

@@ -1,0 +1,413 @@
+"""Does the short suite notice when the code is wrong? Break a copy of it in one place after the other, and see.
+
+    python tests/mutations.py                # all; `make mutations`
+    python tests/mutations.py fill ring      # those whose names contain one of these words
+    python tests/mutations.py --list         # only check that every anchor is still there
+
+A mutation replaces a text that stands exactly once in its folder. A text that moved or was reworded is an error, not
+a mutation that was caught: mend the record. Each one is tried on a copy of `src`, with the tests of the short suite
+that should notice it. These must pass on the code as it is: what fails anyway notices nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = Path("src") / "shardstep" / "_src"
+
+
+class Mutation(NamedTuple):
+    name: str
+    folder: str  # or a file, under the package
+    old: str
+    new: str
+    tests: str  # as pytest takes them: paths below tests/, then perhaps -k and what to select
+
+
+class Broken(Exception):
+    """A record that fits the code no longer."""
+
+
+MUTATIONS = [
+    # -- rules ----------------------------------------------------------------------------------------------------
+    Mutation(
+        "product of two sums left open",
+        "rules/elementwise.py",
+        "placements.count(PARTIAL) == 1 else None",
+        "placements.count(PARTIAL) >= 1 else None",
+        "rules/test_elementwise.py -k mul",
+    ),
+    Mutation(
+        "casts that round each term",
+        "rules/elementwise.py",
+        "if jnp.promote_types(old, new) == new and old != np.bool_ else None",
+        "if old != np.bool_ else None",
+        "rules/test_elementwise.py -k cast",
+    ),
+    Mutation(
+        "choice by a predicate that is a term",
+        "rules/elementwise.py",
+        "if placements[0] == REPLICATED else None",
+        "if placements else None",
+        "rules/test_elementwise.py -k choice",
+    ),
+    Mutation(
+        "contracted index kept",
+        "rules/contraction.py",
+        "yield Index(lhs.shape[i], (Split(i), Split(j)), (None,))",
+        "yield Index(lhs.shape[i], (Split(i), Split(j)), (Split(0),))",
+        "rules/test_contraction.py -k matmul",
+    ),
+    Mutation(
+        "no fill of padding that is summed",
+        "rules/contraction.py",
+        "fill=tuple(None if place is None else op for place in self.operands) if reduced else ()",
+        "fill=()",
+        "rules/test_reduction.py -k reductions",
+    ),
+    Mutation(
+        "convolution groups uncounted",
+        "rules/contraction.py",
+        "(Split(out_o),), counted_by=count)",
+        "(Split(out_o),))",
+        "rules/test_contraction.py -k conv",
+    ),
+    Mutation(
+        "bitwise reductions as maxima",
+        "rules/reduction.py",
+        "return dtype == np.bool_",
+        "return True",
+        "rules/test_reduction.py -k 'reductions or offers or bit'",
+    ),
+    Mutation(
+        "scans cut along their axis",
+        "rules/reduction.py",
+        "if d != along:",
+        "if True:",
+        "rules/test_reduction.py -k cumulative",
+    ),
+    Mutation(
+        "pooling windows cut",
+        "rules/reduction.py",
+        "return site.window_dimensions[d] == 1 and not moves and not dilated",
+        "return not moves and not dilated",
+        "rules/test_reduction.py -k pool",
+    ),
+    Mutation(
+        "reshape loses the outer factor",
+        "rules/shape.py",
+        "return split.on(dim, outer // before)",
+        "return split.on(dim)",
+        "rules/test_shape.py -k reshape",
+    ),
+    Mutation(
+        "tile forgets its copies",
+        "rules/shape.py",
+        "split.outer * site.reps[split.dim]",
+        "split.outer",
+        "rules/test_shape.py -k tile",
+    ),
+    Mutation(
+        "iota without offset",
+        "rules/shape.py",
+        "block.local, dim) + block.offsets[dim]",
+        "block.local, dim)",
+        "rules/test_shape.py -k iota",
+    ),
+    Mutation(
+        "fill that is no term of a sum",
+        "rules/indexing.py",
+        "or operand != PARTIAL or fill == 0 or fill != fill",
+        "or True",
+        "rules/test_indexing.py",
+    ),
+    Mutation(
+        "windows that need not be whole",
+        "rules/indexing.py",
+        "if size == taken]",
+        "if size >= taken]",
+        "rules/test_indexing.py -k dynamic",
+    ),
+    Mutation(
+        "columns and rows of a solve exchanged",
+        "rules/linalg.py",
+        "if site.left_side else",
+        "if not site.left_side else",
+        "rules/test_linalg.py -k triangular",
+    ),
+    Mutation(
+        "random counter by local rows",
+        "rules/random.py",
+        "stride = math.prod(block.shape[d + 1 :])",
+        "stride = math.prod(block.local[d + 1 :])",
+        "rules/test_random.py -k slice",
+    ),
+    Mutation(
+        "rbg drawn key by key",
+        "rules/random.py",
+        "_DRAWS_KEY_BY_KEY = _COUNTER_BASED\n",
+        '_DRAWS_KEY_BY_KEY = _COUNTER_BASED | {"rbg"}\n',
+        "rules/test_random.py -k one_stream",
+    ),
+    Mutation(
+        "psum of what all replicas have",
+        "rules/parallel.py",
+        'n = lax.axis_size(local.axes) if op == "add" else 1',
+        "n = 1",
+        "test_per_replica.py -k psum",
+    ),
+    Mutation(
+        "wrong neutral element",
+        "rules/contract.py",
+        '-np.inf if op == "max" else np.inf',
+        'np.inf if op == "max" else -np.inf',
+        "rules/test_reduction.py -k reductions",
+    ),
+    Mutation(
+        "one row of padding unfilled",
+        "rules/contract.py",
+        "place < block.shape[d]",
+        "place <= block.shape[d]",
+        "rules/test_reduction.py -k reductions",
+    ),
+    # -- layouts and conversions ----------------------------------------------------------------------------------
+    Mutation(
+        "axes nest the other way at rest",
+        "core/layout.py",
+        "names[placement.dim].extend(axis.names)",
+        "names[placement.dim][:0] = axis.names",
+        "test_equality.py machine/test_topology.py -k 'two_data_axes or torus'",
+    ),
+    Mutation(
+        "a term on every replica",
+        "",
+        "jnp.where(lax.axis_index(axis.name) == 0,",
+        "jnp.where(lax.axis_index(axis.name) >= 0,",
+        "runtime/test_conversions.py",
+    ),
+    Mutation(
+        "everybody takes the first block",
+        "",
+        "lax.axis_index(axis.name) * size, size, d",
+        "0 * size, size, d",
+        "runtime/test_conversions.py",
+    ),
+    Mutation(
+        "blocks put together across",
+        "",
+        "jnp.moveaxis(blocks, 0, dim).reshape(block)",
+        "blocks.reshape(block)",
+        "runtime/test_conversions.py",
+    ),
+    Mutation(
+        "ring begins with the wrong block",
+        "runtime/ring_scatter.py",
+        "total = term(here - 1, start, length)",
+        "total = term(here, start, length)",
+        "runtime/test_ring_scatter.py",
+    ),
+    # -- packing --------------------------------------------------------------------------------------------------
+    Mutation(
+        "buckets above their limit",
+        "planning",
+        "if bucket and held + w.nbytes > limit:",
+        "if bucket and held > limit:",
+        "planning/test_buckets.py",
+    ),
+    Mutation(
+        "buckets that arrive too late",
+        "planning",
+        "shared[min(w.needed for w in members)]",
+        "shared[max(w.needed for w in members)]",
+        "planning/test_buckets.py",
+    ),
+    # -- loops ----------------------------------------------------------------------------------------------------
+    Mutation(
+        "carry that is more than a sum",
+        "planning/propagation/microbatches.py",
+        "if len(terms) != 1:",
+        "if not terms:",
+        "planning/propagation/test_microbatches.py -k doubling",
+    ),
+    Mutation(
+        "microbatches that examples can tell apart",
+        "planning/propagation/microbatches.py",
+        "return not alone.collectives and examples > 1",
+        "return examples > 1",
+        "planning/propagation/test_microbatches.py planning/propagation/test_loops.py -k 'microbatches or matters'",
+    ),
+    Mutation(
+        "loop inputs gathered in every iteration",
+        "planning/propagation",
+        "gathered = [not isinstance(p, Varying) and d.full for",
+        "gathered = [False for",
+        "planning/propagation/test_loops.py -k 'moments or matters or bytes or layers'",
+    ),
+    Mutation(
+        "predicates that differ between replicas",
+        "planning/propagation",
+        "if any(isinstance(p, Varying) for p in predicate.outputs[0]):",
+        "if False:",
+        "planning/propagation/test_loops.py -k predicate",
+    ),
+    # -- choices of the planner -----------------------------------------------------------------------------------
+    Mutation(
+        "inner axes on the dimension that is taken",
+        "planning/placement.py",
+        "key=lambda d: (d in taken, d)",
+        "key=lambda d: (d not in taken, d)",
+        "machine/test_topology.py",
+    ),
+    Mutation(
+        "torus axes never take turns",
+        "planning/torus_order.py",
+        "key=lambda c: max(loads[c])",
+        "key=lambda c: 0",
+        "planning/test_torus_order.py",
+    ),
+    Mutation(
+        "weights rounded for those who are no examples",
+        "planning/precision.py",
+        "return bool(readers) and all(",
+        "return bool(readers) or all(",
+        "planning/test_precision.py -k elsewhere",
+    ),
+    # -- calls, checkpoints, arguments ----------------------------------------------------------------------------
+    Mutation(
+        "one array donated twice",
+        "runtime/call_cache.py",
+        "len(set(map(id, leaves))) == len(leaves)",
+        "True",
+        "runtime/test_call_cache.py test_api.py -k 'familiar or twice or mistaken or same'",
+    ),
+    Mutation(
+        "changed bytes go unseen",
+        "checkpoint/manifest.py",
+        "if digest != entries[name][1]:",
+        "if False:",
+        "checkpoint -k broken",
+    ),
+    Mutation(
+        "the oldest checkpoint first",
+        "checkpoint/directories.py",
+        "(s.step, s.committed), reverse=True)",
+        "(s.step, s.committed))",
+        "checkpoint -k newest",
+    ),
+    Mutation(
+        "any dtype fits a leaf",
+        "checkpoint/matching.py",
+        "and stored.dtype == wanted.stored.dtype",
+        "",
+        "checkpoint -k 'fit or dtype or other'",
+    ),
+    Mutation(
+        "leaves of another size are examples",
+        "capture/batch.py",
+        "for i, dim, size in sized if size == examples}",
+        "for i, dim, size in sized}",
+        "test_api.py -k batch",
+    ),
+    Mutation(
+        "a key is an example",
+        "capture/batch.py",
+        "if any(i in state or is_key(call.leaves[i]) for i in leaves):",
+        "if any(i in state for i in leaves):",
+        "test_api.py -k 'key or batch'",
+    ),
+]
+
+
+def where(mutation: Mutation) -> Path:
+    """The file, below the root, in which the old text stands."""
+    place = ROOT / PACKAGE / mutation.folder
+    files = sorted(place.rglob("*.py")) if place.is_dir() else [place]
+    if missing := [f for f in files if not f.is_file()]:
+        raise Broken(f"{mutation.name}: there is no {missing[0].relative_to(ROOT)}")
+    found = [file for file in files for _ in range(file.read_text().count(mutation.old))]
+    if len(found) != 1:
+        raise Broken(f"{mutation.name}: {mutation.old!r} stands {len(found)} times in {PACKAGE / mutation.folder}")
+    return found[0].relative_to(ROOT)
+
+
+def selection(tests: str, name: str) -> list[str]:
+    paths, _, expression = tests.partition(" -k ")
+    selected = [str(ROOT / "tests" / path) for path in paths.split()]
+    if missing := [path for path in selected if not Path(path).exists()]:
+        raise Broken(f"{name}: there is no {missing[0]}")
+    return [*selected, *(["-k", expression.strip("'")] if expression else [])]
+
+
+def run(source: Path, tests: list[str]) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "--tb=line", "-p", "no:cacheprovider"]
+    environment = {**os.environ, "PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1"}
+    chosen = ["-m", "not thorough", *tests]
+    return subprocess.run([*command, *chosen], cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+PASSED: set[str] = set()  # selections that were seen to pass without a mutation
+
+
+def baseline(mutation: Mutation) -> None:
+    """The tests that should notice must pass on the code as it is. Each selection is run once."""
+    if mutation.tests in PASSED:
+        return
+    done = run(ROOT / "src", selection(mutation.tests, mutation.name))
+    if done.returncode != 0:
+        fails = f"{mutation.tests} fails without the mutation"
+        raise Broken(f"{mutation.name}: {fails}\n{done.stdout[-800:]}{done.stderr[-800:]}")
+    PASSED.add(mutation.tests)
+
+
+def survives(mutation: Mutation) -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        shutil.copytree(ROOT / "src", copy / "src")
+        file = copy / where(mutation)
+        text = file.read_text().replace(mutation.old, mutation.new)
+        compile(text, str(file), "exec")
+        file.write_text(text)
+        done = run(copy / "src", selection(mutation.tests, mutation.name))
+    if done.returncode not in (0, 1):
+        raise Broken(f"{mutation.name}: pytest ended with {done.returncode}\n{done.stdout[-800:]}{done.stderr[-800:]}")
+    return done.returncode == 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--list", action="store_true")
+    options = parser.parse_args()
+    chosen = [m for m in MUTATIONS if not options.words or any(w in m.name for w in options.words)]
+    for mutation in chosen:  # all of them before the first is tried
+        file, _ = where(mutation), selection(mutation.tests, mutation.name)
+        if options.list:
+            print(f"{file}: {mutation.name}")
+    if options.list:
+        return 0
+    survivors = []
+    for number, mutation in enumerate(chosen, 1):
+        start = time.time()
+        baseline(mutation)
+        survived = survives(mutation)
+        survivors += [mutation] * survived
+        verdict = "SURVIVED" if survived else "caught"
+        print(f"{number:3}/{len(chosen)}  {verdict:8}  {time.time() - start:5.0f} s  {mutation.name}", flush=True)
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} caught")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except Broken as error:
+        sys.exit(f"mutations.py: {error}")

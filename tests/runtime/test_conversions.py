@@ -1,0 +1,74 @@
+"""A value that changes its layout is the same value: every pair of placements, on real devices."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+from steps import mesh_of
+
+from shardstep._src.core.backend import Backend
+from shardstep._src.core.layout import PARTIAL, REPLICATED, Axis, Partial, Split, padded_shape
+from shardstep._src.runtime.collectives import convert
+
+N, SHAPE = 4, (8, 12)
+R, S, P = REPLICATED, Split, PARTIAL
+VALUE = np.random.default_rng(0).integers(-50, 50, SHAPE).astype(np.float32)
+
+SPLITS = [S(0), S(1), S(0, 2), S(1, 3), S(0, extent=12), S(1, extent=16)]
+SOURCES = [R, P, Partial("max"), *SPLITS]
+TARGETS = [R, P, *SPLITS]
+
+
+def held(placement, index, value=VALUE):
+    """What replica `index` holds of the value; of a sum a term that is not the value, in padding anything."""
+    if placement == P:
+        terms = np.random.default_rng(1).integers(-9, 9, (N, *SHAPE)).astype(np.float32)
+        return terms[index] if index else value - terms[1:].sum(0)
+    if placement == Partial("max"):
+        return value - 3.0 * ((np.arange(value.size).reshape(SHAPE) % N) != index)
+    if not isinstance(placement, Split):
+        return value
+    d, outer = placement.dim, placement.outer
+    missing = np.subtract(padded_shape(SHAPE, (placement,)), SHAPE)
+    full = np.pad(value, [(0, m) for m in missing], constant_values=np.nan)
+    seen = full.reshape(*full.shape[:d], outer, N, -1, *full.shape[d + 1 :])
+    block = seen.take(index, d + 1)
+    return block.reshape(*full.shape[:d], -1, *full.shape[d + 1 :])
+
+
+def joined(blocks, placement):
+    if placement == P:
+        return blocks.sum(0)
+    if placement == R:
+        np.testing.assert_array_equal(blocks, np.stack([blocks[0]] * N))
+        return blocks[0]
+    whole = np.full(padded_shape(SHAPE, (placement,)), np.nan, np.float32)
+    d, outer = placement.dim, placement.outer
+    seen = whole.reshape(*whole.shape[:d], outer, N, -1, *whole.shape[d + 1 :])
+    for i, block in enumerate(blocks):
+        at = (slice(None),) * (d + 1) + (i,)
+        seen[at] = block.reshape(seen[at].shape)
+    return seen.reshape(whole.shape)[: SHAPE[0], : SHAPE[1]]
+
+
+@pytest.mark.parametrize("outermost", [False, True], ids=["any dimension", "the outermost dimension"])
+def test_every_change_of_layout_keeps_the_value(outermost):
+    """All pairs in one program: compiling each by itself would take minutes."""
+    axis = Axis(("data",), N, Backend(outermost=outermost))
+    pairs = [(a, b) for a in SOURCES for b in TARGETS if (a != Partial("max") or b != P) and a != b]
+
+    def change(*blocks):
+        here = dict(zip(SOURCES, (b[0] for b in blocks), strict=True))
+        found = [convert(here[a], SHAPE, (a,), (b,), (axis,)) for a, b in pairs]
+        return [x[None] for x in found]
+
+    blocks = [jnp.asarray(np.stack([held(a, i) for i in range(N)])) for a in SOURCES]
+    over = functools.partial(jax.shard_map, mesh=mesh_of(N), check_vma=False)
+    results = jax.jit(over(change, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data")))(*blocks)
+    for (a, b), result in zip(pairs, results, strict=True):
+        np.testing.assert_array_equal(joined(np.asarray(result), b), VALUE, f"{a} -> {b}")

@@ -1,0 +1,77 @@
+"""Batches that the replicas do not divide, on meshes with several data axes: what comes back is what `jit` returns."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import shardstep
+from shardstep import Options, ShardstepError
+from shardstep._src.core.backend import Backend
+from shardstep._src.core.layout import REPLICATED, Axis
+from shardstep._src.planning import placement
+from shardstep._src.planning.propagation import forward
+
+DEVICES = np.asarray(jax.devices()[:8])
+EVERYTHING = Options(min_shard_bytes=0)
+LINE = Mesh(DEVICES, ("data",))
+MESHES = {  # a mesh, and the size of the groups
+    "group": (LINE, 4),
+    "4x2": (Mesh(DEVICES.reshape(4, 2), ("x", "y")), None),
+    "2x2x2": (Mesh(DEVICES.reshape(2, 2, 2), ("x", "y", "z")), None),
+}
+
+
+def normal(*shape, seed=0):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def assert_as_jit(step, *args, mesh=LINE, group=None, tolerance=1e-5, **how):
+    theirs = jax.jit(step)(*args)
+    ours = shardstep.shard(step, mesh, group=group, options=EVERYTHING, **how)(*args)
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+def per_example(w, x):
+    """Values for each example: plain, transposed, with dimensions of size one, merged, and stacked by three steps."""
+
+    def loss(w):
+        y = jnp.tanh(x @ w)
+        return jnp.sum(y**2), y
+
+    gradient, y = jax.grad(loss, has_aux=True)(w)
+    _, stacked = jax.lax.scan(lambda c, _: (c * 0.9, ((x @ c).sum(1), (x @ c).T)), w, None, length=3)
+    return w - 0.01 * gradient, y.sum(1), y.T, y[:, None], y.reshape(-1), stacked
+
+
+@pytest.mark.parametrize("examples", [1, 3, 13, 20])
+@pytest.mark.parametrize("name", MESHES)
+def test_outputs_per_example_keep_all_their_rows(name, examples):
+    mesh, group = MESHES[name]
+    assert_as_jit(per_example, normal(8, 16), normal(examples, 8), mesh=mesh, group=group, batch_argnums=1)
+
+
+def test_an_output_of_another_shape_than_the_steps_is_never_returned(monkeypatch):
+    def axis_by_axis(shape, layout, axes):
+        return tuple(p if forward._rests(p) else REPLICATED for p in layout)
+
+    monkeypatch.setattr(forward, "at_rest", axis_by_axis)  # as each axis would decide alone
+    step = shardstep.shard(lambda w, x: (w, (x @ w).sum(1)), LINE, group=4, batch_argnums=1, options=EVERYTHING)
+    args = normal(8, 16), normal(13, 8)
+    with pytest.raises(ShardstepError, match=r"internal error: output 1 .* float32\[12\] where .* float32\[13\]"):
+        step(*args)
+    with pytest.raises(ShardstepError, match="internal error"):
+        step.lower(*args)
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (128, 0), (0, 128, 128)])
+def test_state_of_no_elements_is_not_cut_on_tiled_memory(shape):
+    axes = tuple(Axis((name,), 4, Backend(tiled=True)) for name in "xy")
+    found = placement._whole_tiles(shape, axes, [0, 1])
+    assert found == {}
