@@ -249,3 +249,18 @@ def test_objects_are_born_sharded():
     assert any(isinstance(x, shardstep.Padded) for x in jax.tree.leaves(nnx.state(optimizer)))
     losses = [float(step(model, optimizer, jnp.ones((16, 67)))) for _ in range(3)]
     assert losses[2] < losses[0]
+
+
+def test_a_step_may_be_a_method_of_the_model():
+    class Regression(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones((64, 96)))
+
+        @shardstep.nnx.shard()
+        def train(self, x):
+            self.w[...] = self.w[...] - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(self.w[...])
+
+    model, w, x = Regression(), jnp.ones((64, 96)), jnp.ones((16, 64)) / 8
+    model.train(x)
+    np.testing.assert_allclose(model.w[...], w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w), rtol=1e-5)
+    assert model.train.plan(x).leaves

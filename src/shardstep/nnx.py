@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 
 from ._src import api
 from ._src.planning.plan import Plan
+from ._src.runtime.bound import BoundStep
 
 _TAG = "shardstep"
 
@@ -62,6 +63,10 @@ class NnxStep:
             with nnx.merge_context(_TAG, inner=False) as context:
                 objects = context.merge(structure, _joined(x.state for x in states), added)
         return _put_back(out, objects)
+
+    def __get__(self, owner: Any, kind: type | None = None) -> Any:
+        """As a method: the object is the first argument."""
+        return self if owner is None else BoundStep(self, owner)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """What would be done for these arguments; nothing is run."""

@@ -5,16 +5,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, Unpack, overload
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from .capture.arguments import Call, Signature, as_tuple, shape_of
-from .capture.batch import Batch
+from .capture.arguments import Call, shape_of
 from .capture.numbers import varying
+from .capture.settings import Keywords, Settings, check_asked
 from .capture.step import Captured, StepSpec, capture, uses_axis
 from .core import compat, meshes, user_shardings
 from .core.errors import ShardstepError
@@ -26,12 +25,29 @@ from .planning.description import describe
 from .planning.plan import Plan
 from .rules.refusals import refuse
 from .runtime import processes
+from .runtime.bound import BoundStep
 from .runtime.placing import returned
 from .runtime.rewritten import Rewritten
+from .runtime.stages import Lowered, Traced
+
+P = ParamSpec("P")
+Q = ParamSpec("Q")
+R = TypeVar("R", covariant=True)
+S = TypeVar("S")
+
+
+@overload
+def shard(step: Callable[P, R], mesh: Mesh | None = None, **keywords: Unpack[Keywords]) -> ShardedStep[P, R]: ...
+
+
+@overload
+def shard(
+    step: None = None, mesh: Mesh | None = None, **keywords: Unpack[Keywords]
+) -> Callable[[Callable[P, R]], ShardedStep[P, R]]: ...
 
 
 def shard(
-    step: Callable[..., Any],
+    step: Callable[..., Any] | None = None,
     mesh: Mesh | None = None,
     *,
     axis: str | Sequence[str] | None = None,
@@ -40,89 +56,78 @@ def shard(
     batch_axis: int | Sequence[int] = 0,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Sequence[str] | None = None,
     axis_name: str | None = None,
     weights: str = "auto",
     group: int | None = None,
     options: Options | None = None,
-) -> ShardedStep:
+) -> Any:
     """Shard the weight update of a training step across data-parallel replicas.
+
+    Call it, or decorate a function or method with `@shard` or `@shard(mesh=mesh)`, as with `jax.jit`. The old state is
+    donated: its arrays are gone after the call. `donate_argnums=()` keeps them.
 
     Args:
         step: the training step, unchanged: `(state, batch) -> (state, metrics)` in any order, jitted or not.
         mesh: where it runs; if None, that of `jax.set_mesh` around the call or of a jitted step's own
             `in_shardings`, else all devices on one axis `"data"`.
         axis: the mesh axis or axes that carry the batch; all of them if None.
-        batch_argnums: the arguments that hold the examples, where they cannot be found by themselves.
-        batch_argnames: the same, by name.
+        batch_argnums, batch_argnames: the arguments that hold the examples, where they cannot be found by themselves.
         batch_axis: the dimension that holds the examples, one for all or one per batch argument.
-        static_argnums: as for `jax.jit`.
-        static_argnames: as for `jax.jit`.
+        static_argnums, static_argnames: as for `jax.jit`.
+        donate_argnums, donate_argnames: whose state is donated. None: all of it, or what a jitted step says.
         axis_name: set for a per-replica step, as for `pmap` or `shard_map`: the axis its collectives name.
         weights: how weights are kept between steps: `"replicated"`, `"sharded"`, or `"auto"`.
         group: shard the state over groups of this many replicas, and all-reduce between the groups.
         options: see `Options`.
 
     Returns:
-        A callable with the step's own signature, and `.plan`, `.place` and `.lower`.
+        A callable with the step's own signature, and `.plan`, `.place`, `.lower`, `.trace`, `.eval_shape`.
     """
-    if weights not in ("auto", "replicated", "sharded"):
-        raise ShardstepError(f"weights={weights!r}: choose 'replicated', 'sharded' or 'auto'")
-    if mesh is None:
-        mesh = meshes.around() or compat.jitted_mesh(step) or Mesh(np.asarray(jax.devices()), ("data",))
     settings = Settings(
         batch_argnums=batch_argnums,
         batch_argnames=batch_argnames,
         batch_axis=batch_axis,
         static_argnums=static_argnums,
         static_argnames=static_argnames,
+        donate_argnums=donate_argnums,
+        donate_argnames=donate_argnames,
         axis_name=axis_name,
         weights=weights,
         group=group,
-        options=options or Options(),
+        options=Options() if options is None else options,
     )
-    return ShardedStep(step, Replicas.of(mesh, axis, group, settings.options.topology), settings)
+    check_asked(step, mesh, settings)
+    if step is None:
+        return functools.partial(shard, mesh=mesh, axis=axis, **settings.keywords())
+    return _sharded(step, mesh, axis, settings)
 
 
-@dataclass(frozen=True, eq=False)
-class Settings:
-    """What `shard` was asked for, step, mesh and axis apart."""
-
-    batch_argnums: int | Sequence[int] | None
-    batch_argnames: str | Sequence[str] | None
-    batch_axis: int | Sequence[int]
-    static_argnums: int | Sequence[int]
-    static_argnames: str | Sequence[str]
-    axis_name: str | None
-    weights: str
-    group: int | None
-    options: Options
-
-    @property
-    def batch(self) -> Batch:
-        return Batch(
-            None if self.batch_argnums is None else as_tuple(self.batch_argnums, int),
-            None if self.batch_argnames is None else as_tuple(self.batch_argnames, str),
-            self.batch_axis if isinstance(self.batch_axis, int) else tuple(self.batch_axis),
-        )
-
-    def signature(self, step: Callable[..., Any]) -> Signature:
-        return Signature.of(step, self.static_argnums, self.static_argnames)
-
-    def keywords(self) -> dict[str, Any]:
-        """To ask `shard` for the same once more."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+def _sharded(
+    step: Callable[P, R], mesh: Mesh | None, axis: str | Sequence[str] | None, settings: Settings
+) -> ShardedStep[P, R]:
+    if isinstance(step, ShardedStep | BoundStep):
+        raise ShardstepError(f"{step!r} is sharded already: shard the function itself, {step.__name__}, once")
+    if mesh is None:
+        mesh = meshes.around() or compat.jitted_mesh(step) or Mesh(np.asarray(jax.devices()), ("data",))
+    return ShardedStep(step, Replicas.of(mesh, axis, settings.group, settings.options.topology), settings)
 
 
-class ShardedStep:
+class ShardedStep(Generic[P, R]):
     """A training step whose weight update is sharded. Called like the step itself."""
 
-    def __init__(self, step: Callable[..., Any], replicas: Replicas, settings: Settings):
+    __name__: str
+
+    def __init__(self, step: Callable[P, R], replicas: Replicas, settings: Settings):
         functools.update_wrapper(self, step, updated=())
+        self.__name__ = getattr(step, "__name__", type(step).__name__)
         self.step = step
         self.replicas = replicas
         self.settings = settings
         self._signature = settings.signature(step)
         self._batch = settings.batch
+        self._donate = settings.donate(step)
         self._programs: dict[Any, PlannedStep] = {}
         self._captured: dict[Any, list[Captured]] = {}  # by what their calls are like
         self._latest: PlannedStep | None = None
@@ -136,7 +141,7 @@ class ShardedStep:
     def options(self) -> Options:
         return self.settings.options
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         latest, context = self._latest, meshes.explicit(self.replicas.user_mesh)
         if latest:
             call = self._signature.take_apart(args, kwargs, latest.captured.constants)
@@ -149,6 +154,22 @@ class ShardedStep:
         program.remember(call, context, arrays)
         self._latest = program
         return program(arrays)
+
+    @overload
+    def __get__(self, owner: None, kind: type | None = None) -> ShardedStep[P, R]: ...
+
+    @overload
+    def __get__(self: ShardedStep[Concatenate[S, Q], R], owner: S, kind: type | None = None) -> BoundStep[Q, R]: ...
+
+    def __get__(self, owner: Any, kind: type | None = None) -> Any:
+        """As a method: the object is the first argument."""
+        return self if owner is None else BoundStep(self, owner)
+
+    def __repr__(self) -> str:
+        replicas = self.replicas
+        mesh = ", ".join(f"{name}={size}" for name, size in replicas.user_mesh.shape.items())
+        chosen = "".join(f", {name}={value!r}" for name, value in self.settings.chosen().items())
+        return f"ShardedStep({self.__name__}, mesh=({mesh}){chosen})"
 
     def _joined(self, program: PlannedStep, call: Call, mine: dict[int, int]) -> tuple[PlannedStep, Call]:
         """A batch that each process holds by itself is the whole batch if all hold the same, else a part each.
@@ -196,9 +217,27 @@ class ShardedStep:
         earlier = self._captured.get(call.structure)
         return call.fixed(earlier[-1].constants if earlier else call.inner_numbers)
 
-    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """The rewritten step, lowered for arguments of these shapes."""
-        return self.program(args, kwargs)[0].lower()
+    def trace(self, *args: Any, **kwargs: Any) -> Traced:
+        """The rewritten step, traced for arguments of these shapes, as `jax.jit`'s `trace` gives it."""
+        program = self.program(args, kwargs)[0]
+        return Traced(program, program.traced())
+
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+        """The rewritten step, lowered for arguments of these shapes, as `jax.jit`'s `lower` gives it.
+
+        `.compile()` is called as the step is, with its own pytrees.
+        """
+        return self.trace(*args, **kwargs).lower()
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """The shapes and dtypes of what the step returns; nothing is run."""
+        return self.program(args, kwargs)[0].out_info()
+
+    def clear_cache(self) -> None:
+        """Forget what was planned and compiled. The next call starts afresh."""
+        self._programs.clear()
+        self._captured.clear()
+        self._latest = None
 
     def program(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[PlannedStep, Call]:
         """The rewritten step for arguments of this kind, and the arguments taken apart for it."""
@@ -235,6 +274,7 @@ class ShardedStep:
             replicas=replicas.count,
             axis_name=self.axis_name,
             mesh=replicas.user_mesh,
+            donate=self._donate,
             user_axes=replicas.user_axes,
         )
         captured = capture(spec, args, kwargs, varying)

@@ -1,8 +1,9 @@
-"""What a step that is jitted already says of its arguments: what it donates, and how they are laid out."""
+"""What is donated, and what a step that is jitted already says of that and of how its arguments are laid out."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +11,8 @@ import jax
 from jax.sharding import NamedSharding
 
 from ..core import compat
-from .arguments import Call, abstract
+from ..core.errors import ShardstepError
+from .arguments import Argument, Call, abstract, as_tuple
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,3 +50,36 @@ def donated(jitted: Jitted | None, state: Sequence[int]) -> tuple[int, ...]:
     """The state that may be given away: what the jitted step donates, or all of it if that is not said."""
     said = jitted is not None and jitted.donated
     return tuple(i for i in state if not said or i in said)
+
+
+@dataclass(frozen=True)
+class Donate:
+    """The arguments that the user gives away, by position and by name, as for `jax.jit`."""
+
+    argnums: tuple[int, ...]
+    argnames: tuple[str, ...]
+
+    @classmethod
+    def of(cls, argnums: Any, argnames: Any, step: Callable[..., Any]) -> Donate | None:
+        """None: nothing was said. Positions may count from the end."""
+        if argnums is None and argnames is None:
+            return None
+        given, named = as_tuple(argnums, int), as_tuple(argnames, str)
+        try:
+            parameters = list(inspect.signature(step).parameters.values())
+        except (TypeError, ValueError):  # nothing to compare with
+            return cls(given, named)
+        open_ended = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
+        names, count = [p.name for p in parameters], len(parameters)
+        for i in given:
+            if not -count <= i < count and not open_ended:
+                raise ShardstepError(f"donate_argnums={i} is out of range: the step takes {count} arguments")
+        for name in named:
+            if name not in names and not open_ended:
+                raise ShardstepError(f"donate_argnames={name!r}: the step's arguments are {', '.join(names)}")
+        return cls(tuple(i + count if i < 0 else i for i in given), named)
+
+    def leaves(self, arguments: Sequence[Argument], state: Collection[int]) -> tuple[int, ...]:
+        """Of the named arguments the state: nothing else has a result that could use its memory."""
+        given = [a for a in arguments if a.position in self.argnums or a.name in self.argnames]
+        return tuple(i for i in state if any(a.start <= i < a.stop for a in given))

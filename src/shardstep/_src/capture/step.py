@@ -18,7 +18,7 @@ from . import numbers
 from .arguments import Argument, Call, Constant, Signature, abstract
 from .batch import Batch, check_divisible, check_not_empty, infer_batch, named_batch
 from .find_state import Matching, match_state
-from .jitted import Jitted, donated
+from .jitted import Donate, Jitted, donated
 from .simplification import simplify
 from .tracing import Keep, Traced, trace, trace_guessing
 
@@ -51,10 +51,14 @@ class Captured:
 
     def rebuild(self, arrays: Sequence[Any]) -> Any:
         """The step's return value, from its array leaves."""
+        return jax.tree.unflatten(self.out_tree, self.with_constants(arrays))
+
+    def with_constants(self, arrays: Sequence[Any]) -> list[Any]:
+        """All leaves of the step's return value, with these in the places of its arrays."""
         leaves = list(arrays)
         for i, constant in self.out_constants:
             leaves.insert(i, constant.value)
-        return jax.tree.unflatten(self.out_tree, leaves)
+        return leaves
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +72,7 @@ class StepSpec:
     replicas: int
     axis_name: str | None = None  # of a per-replica step
     mesh: Mesh | None = None  # the user's own
+    donate: Donate | None = None  # None: all state may be given away, or what a jitted step says
     user_axes: Collection[str] = ()  # of the mesh, those that are the user's: state keeps its sharding over them
 
 
@@ -116,7 +121,7 @@ def capture(spec: StepSpec, args: Sequence[Any], kwargs: dict[str, Any], varying
         constants=frozenset(p for p in call.numbers if not call.traced[p]),
         key_paths=tuple(key_paths),
         out_paths=traced.out_paths,
-        donated=donated(jitted, tuple(state)),
+        donated=donated(jitted, tuple(state)) if spec.donate is None else spec.donate.leaves(arguments, state),
     )
 
 

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..capture.arguments import Call, shape_of
 from ..capture.step import Captured
-from ..core import compat, meshes, user_shardings
+from ..core import compat, meshes, trees, user_shardings
 from ..core.errors import ShardstepError
 from ..core.execution import Execution
 from ..core.layout import Axis, Layout, Varying, padded_shape, partition_spec, show
@@ -30,6 +30,7 @@ class Rewritten:
     def __init__(
         self, step: Callable[..., Any], captured: Captured, execution: Execution, replicas: Replicas, options: Options
     ):
+        self.name = getattr(step, "__name__", type(step).__name__)
         self.captured = captured
         self.execution = execution
         self.replicas = replicas
@@ -144,24 +145,42 @@ class Rewritten:
 
     def __call__(self, arrays: Sequence[Any]) -> Any:
         debugging = compat.debugs_nans()
-        run = self._checked() if debugging and self.execution.engine != "annotate" else self._run
+        return self.run(self._checked() if debugging and self.execution.engine != "annotate" else self._run, arrays)
+
+    def run(self, program: Callable[..., Any], arrays: Sequence[Any]) -> Any:
+        """What the step returns for arguments that are laid out, computed by this form of its program."""
         with meshes.within(self.mesh.abstract_mesh):
-            outputs = list(run(*arrays, *self.constants))
+            outputs = list(program(*arrays, *self.constants))
         if self._retyped:
             outputs = list(jax.device_put(outputs, self._retyped))
         for o in self.padded_outputs:
             outputs[o] = returned(outputs[o], self.captured.program.outputs[o].array.shape)
         return self.captured.rebuild(outputs)
 
-    def lower(self) -> jax.stages.Lowered:
+    def traced(self) -> Any:
+        """The program as JAX traces it, on arrays as they lie at rest."""
         shapes = []
         for leaf, rest in zip(self.captured.call.leaves, self.rests, strict=True):
             shape, dtype = shape_of(leaf)
             shapes.append(jax.ShapeDtypeStruct(rest.held or shape, dtype, sharding=rest.sharding))
         everywhere = NamedSharding(self.mesh, PartitionSpec())
         constants = [jax.ShapeDtypeStruct(*shape_of(value), sharding=everywhere) for value in self.constant_values]
+        return self.under_mesh(lambda: self._run.trace(*shapes, *constants))
+
+    def under_mesh(self, act: Callable[[], Any]) -> Any:
         with meshes.within(self.mesh.abstract_mesh):
-            return self._run.lower(*shapes, *constants)
+            return act()
+
+    def out_shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """The arrays that the step returns, with their logical shapes."""
+        outputs = zip(self.captured.program.outputs, self.execution.outputs, strict=True)
+        shapes = [_whole(atom.array.shape, layout, self.replicas.count) for atom, layout in outputs]
+        dtypes = [atom.array.dtype for atom in self.captured.program.outputs]
+        return [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+
+    def out_info(self) -> Any:
+        """The same in the structure of what the step returns."""
+        return trees.like(self.captured.out_tree, self.captured.with_constants(self.out_shapes()))
 
 
 def _input_specs(captured: Captured, execution: Execution, replicas: Replicas) -> list[PartitionSpec]:
@@ -192,6 +211,13 @@ def _spec(ndim: int, layout: Layout, axes: tuple[Axis, ...], dim: int | None) ->
     return partition_spec(ndim, layout, axes)
 
 
+def _whole(shape: tuple[int, ...], layout: Layout, replicas: int) -> tuple[int, ...]:
+    """The shape of all replicas' values together: values of single replicas are concatenated."""
+    if not any(isinstance(p, Varying) for p in layout):
+        return shape
+    return (shape[0] * replicas, *shape[1:]) if shape else (replicas,)
+
+
 def _held(shape: tuple[int, ...], layout: Layout) -> tuple[int, ...] | None:
     """The shape of the array that holds a padded value; None: its own."""
     held = padded_shape(shape, layout)
@@ -213,9 +239,7 @@ def _as_promised(
 ) -> tuple[jax.Array, ...]:
     """What comes back has the shapes and dtypes that the plain step returns, or nothing comes back (while tracing)."""
     for o, (x, atom, layout) in enumerate(zip(outputs, captured.program.outputs, execution.outputs, strict=True)):
-        shape, dtype = padded_shape(atom.array.shape, layout), atom.array.dtype
-        if any(isinstance(p, Varying) for p in layout):  # values of single replicas are concatenated
-            shape = (shape[0] * replicas, *shape[1:]) if shape else (replicas,)
+        shape, dtype = _whole(padded_shape(atom.array.shape, layout), layout, replicas), atom.array.dtype
         if (x.shape, x.dtype) != (shape, dtype):
             raise ShardstepError(
                 f"internal error: output {o} of the rewritten step is {x.dtype}{list(x.shape)} where the step returns"
