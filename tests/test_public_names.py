@@ -8,6 +8,8 @@ import inspect
 import re
 from pathlib import Path
 
+import jax
+
 import shardstep
 
 GOLDEN = Path(__file__).parent / "golden" / "public_names.txt"
@@ -27,6 +29,8 @@ def members(name: str, value: type) -> list[str]:
     for attribute in sorted(vars(value)):
         held = inspect.getattr_static(value, attribute)
         if attribute.startswith("_") and attribute != "__call__":
+            continue
+        if issubclass(value, jax.Array) and hasattr(jax.Array, attribute):  # JAX's own, which differ between versions
             continue
         held = held.__func__ if isinstance(held, classmethod | staticmethod) else held
         shown = signature(held) if inspect.isfunction(held) else ""

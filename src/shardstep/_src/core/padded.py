@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterator
 from typing import Any
@@ -15,22 +16,27 @@ from . import compat
 from .meshes import untied
 
 
-class Padded:
+class Padded(jax.Array):  # type: ignore[misc]
     """Behaves as its logical array; holds it with room at the end of a dimension, so that replicas share it evenly.
 
-    A leaf of the state, not a container: `jax.tree.map`, `jnp` functions, `jax.jit`, printing, copying and pickling see
-    an array of `shape`. `data` is the array that the devices hold; what stands in its padding means nothing.
+    A leaf of the state, not a container: `isinstance(x, jax.Array)` holds, and `jax.tree.map`, `jnp` functions,
+    `jax.jit`, serialization, printing, copying and pickling see an array of `shape`. `data` is the array that the
+    devices hold; what stands in its padding means nothing. Why so: docs/decisions/008-padded-leaves.md.
     """
 
-    __slots__ = ("data", "shape")
+    __slots__ = ("_logical_shape", "data")
 
     def __init__(self, data: jax.Array, shape: tuple[int, ...]):
         if len(shape) != data.ndim or any(logical > held for logical, held in zip(shape, data.shape, strict=True)):
             raise ValueError(f"an array of shape {data.shape} does not hold one of shape {shape} with room to spare")
         self.data = data
-        self.shape = tuple(shape)
+        self._logical_shape = tuple(shape)
 
     # -- the logical array ------------------------------------------------------------------------------------------
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._logical_shape
 
     @property
     def dtype(self) -> Any:
@@ -64,7 +70,7 @@ class Padded:
         with untied(self.data) as data:
             return jax.device_put(data[tuple(slice(size) for size in self.shape)], self.sharding)
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:  # type: ignore[override]
         whole = np.asarray(self.data)[tuple(slice(size) for size in self.shape)]
         return np.array(whole, dtype, copy=True) if copy or dtype not in (None, whole.dtype) else whole
 
@@ -75,7 +81,7 @@ class Padded:
         return iter(self.__jax_array__())
 
     def __getattr__(self, name: str) -> Any:
-        """What else an array can do (`mean`, `astype`, `T`, `at`, ...), the logical array does."""
+        """What else an array can do, the logical array does."""
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.__jax_array__(), name)
@@ -103,10 +109,6 @@ class Padded:
     @property
     def committed(self) -> bool:
         return self.data.committed
-
-    @property
-    def addressable_shards(self) -> Any:
-        return self.data.addressable_shards
 
     @property
     def is_fully_addressable(self) -> bool:
@@ -158,6 +160,10 @@ def _plain(x: Any) -> Any:
     return x.__jax_array__() if isinstance(x, Padded) else x
 
 
+def _ask(name: str, leaf: Padded) -> Any:
+    return getattr(leaf.__jax_array__(), name)
+
+
 _BINARY = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift"]
 _COMPARED = ["eq", "ne", "lt", "le", "gt", "ge"]
 _UNARY = ["neg", "pos", "abs", "invert"]
@@ -166,6 +172,9 @@ for _name in (*_BINARY, *_COMPARED, *_UNARY, "getitem"):
     _operator(_name, getattr(operator, f"__{_name}__"))
 for _name, _act in {"divmod": divmod, "round": round, "float": float, "int": int, "complex": complex}.items():
     _operator(_name, _act)
+for _name in dir(jax.Array):  # `mean`, `astype`, `T`, `at`, `addressable_shards`, ...: abstract there
+    if _name not in vars(Padded) and _name not in dir(object) and not _name.startswith("__"):
+        setattr(Padded, _name, property(functools.partial(_ask, _name)))
 Padded.__hash__ = None  # type: ignore[assignment]  # as for arrays: == answers element by element
 
 compat.register_array_type(Padded, lambda x: x.__jax_array__())

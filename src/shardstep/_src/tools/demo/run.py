@@ -232,7 +232,8 @@ def verdict(console: Console, plain: Run, sharded: Run) -> bool:
 def bytes_a_replica(tree: Any) -> int:
     """What the first device really holds of these arrays."""
     first = jax.devices()[0]
-    shards = (shard for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards)
+    held = (leaf.data if isinstance(leaf, shardstep.Padded) else leaf for leaf in jax.tree.leaves(tree))
+    shards = (shard for array in held for shard in array.addressable_shards)
     return sum(shard.data.nbytes for shard in shards if shard.device == first)
 
 
