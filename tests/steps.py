@@ -14,12 +14,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from shardstep._src.planning.estimate import estimate
+
 EXAMPLES = 24
 OPTIMIZER = optax.adam(1e-2, eps=1e-3)  # a large eps: Adam would scale the rounding of tiny gradients up to full size
 
 
 def mesh_of(n, name="data"):
     return jax.sharding.Mesh(np.asarray(jax.devices()[:n]), (name,))
+
+
+def estimated(sharded, *args):
+    """What a sharded step is predicted to take: seconds and memory."""
+    planned, _ = sharded.program(args, {})
+    decided, replicas = planned.decided, planned.replicas
+    return estimate(decided.schedule, decided.donated, replicas.axes, replicas.topology)
 
 
 def weights(seed=0):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, Unpack, overload
@@ -23,6 +24,7 @@ from .machine.replicas import Replicas
 from .planning.decision import Decided, decide
 from .planning.description import describe
 from .planning.plan import Plan
+from .planning.plan_table import too_large
 from .rules.refusals import refuse
 from .runtime import processes
 from .runtime.bound import BoundStep
@@ -44,6 +46,8 @@ def shard(step: Callable[P, R], mesh: Mesh | None = None, **keywords: Unpack[Key
 def shard(
     step: None = None, mesh: Mesh | None = None, **keywords: Unpack[Keywords]
 ) -> Callable[[Callable[P, R]], ShardedStep[P, R]]: ...
+
+_CALLER = 5  # frames up from where a step is planned: the user's call, or step.plan
 
 
 def shard(
@@ -285,7 +289,10 @@ class ShardedStep(Generic[P, R]):
             )
         refuse(captured.program)
         decided = decide(captured, replicas, self.settings.weights, self.options)
-        return PlannedStep(self.step, captured, decided, replicas, self.options)
+        planned = PlannedStep(self.step, captured, decided, replicas, self.options)
+        if not decided.fits:
+            warnings.warn(f"shardstep: {too_large(planned.plan)}", stacklevel=_CALLER)
+        return planned
 
 
 class PlannedStep(Rewritten):

@@ -28,6 +28,9 @@ class Options:
             that the forward pass reads. What the state itself holds is never rounded.
         topology: read the devices as this machine, for example `"v5e:4x4"`; by default, as what they are. To plan for a
             machine from another one, and to test.
+        memory: bytes that a device may use. A plan must fit: with `weights="auto"`, weights rest so that it does, if
+            that is possible. None: what the device says it has (`memory_stats()["bytes_limit"]`), or what the named
+            topology has; on CPU, no limit.
         donate: reuse the memory of the old state for the new, as `jax.jit(..., donate_argnums=...)` does.
             A jitted step that names what it donates is obeyed.
         check: let JAX's type system (`check_vma`) certify that what is called replicated is replicated.
@@ -40,12 +43,13 @@ class Options:
     reduce_dtype: Any = None
     gather_dtype: Any = None
     topology: str | None = None
+    memory: int | None = None
     donate: bool = True
     check: bool = True
     engine: str = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("min_shard_bytes", "bucket_bytes"):
+        for name in ("min_shard_bytes", "bucket_bytes", "memory"):
             value = getattr(self, name)
             if value is None:
                 continue

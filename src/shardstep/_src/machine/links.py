@@ -1,17 +1,21 @@
-"""How fast replicas talk to each other and to their own memory: published figures, and what a collective takes.
+"""The table of chips: how fast they talk, compute and read their memory, how much of it they have. Published figures.
 
-The model is the plain one, `messages x latency + bytes / bandwidth`. It is made to compare: to choose a group, a
-threshold, an order of axes. It does not promise a step time.
+The model of a collective is the plain one, `messages x latency + bytes / bandwidth`. It is made to compare: to choose a
+group, a threshold, an order of axes. It does not promise a step time. (`planning/costs.py` adds up a whole step.)
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
 
 _MICRO = 1e-6
 _GIGA = 1e9
+_TERA = 1e12
+_GIB = 2**30
 
 
 class Link(NamedTuple):
@@ -24,11 +28,29 @@ class Link(NamedTuple):
     torus: bool = False  # a replica has two neighbours along the axis, and sends to both at once
 
 
+class Peak(NamedTuple):
+    """Floating-point operations a second in large products, by the width of the operands, at JAX's default precision.
+
+    So float32 means one bfloat16 pass on a TPU and TF32 on a GPU.
+    """
+
+    half: float  # bfloat16 and float16
+    single: float
+    double: float
+    byte: float  # int8 and float8
+
+    def of(self, dtype: Any) -> float:
+        width = jnp.dtype(dtype).itemsize / (2 if jnp.issubdtype(dtype, jnp.complexfloating) else 1)
+        return self.byte if width <= 1 else self.half if width <= 2 else self.single if width <= 4 else self.double
+
+
 class Chip(NamedTuple):
     """One device (a core, where a chip has two)."""
 
     name: str
     memory: float  # bytes a second, read or written
+    capacity: float  # bytes of that memory; infinite where programs share it (CPU)
+    peak: Peak
     link: Link  # to its neighbours: torus links, NVLink, shared memory
     network: Link  # to other hosts (GPU), other slices (TPU)
     wraps: int = 0  # a torus axis is closed to a ring if its length is a multiple of this; 0: never
@@ -56,27 +78,75 @@ def _infiniband(gigabytes: float) -> Link:
 
 
 _DESIGN = 'Norrie et al., "The Design Process for Google\'s Training Chips: TPUv2 and TPUv3", IEEE Micro 2021'
-_DOCS = "cloud.google.com/tpu/docs, page of the version: per chip and both ways, here per link and one way"
+_DOCS = "cloud.google.com/tpu/docs, page of the version: links per chip and both ways, here per link and one way"
 _HALF_OF_VMEM = 64 * 2**20  # v5e and v6e have 128 MiB
 
+
+def _mxu(teraflops: float, byte: float = 1) -> Peak:
+    """A TPU multiplies float32 in bfloat16 unless it is told otherwise, and float64 in many passes (by emulation: a
+    figure to keep it out of choices, not a measurement). `byte`: how much faster it is in int8."""
+    return Peak(teraflops * _TERA, teraflops * _TERA, teraflops / 100 * _TERA, byte * teraflops * _TERA)
+
+
+def _tensor_cores(half: float, tf32: float, double: float, byte: float) -> Peak:
+    return Peak(half * _TERA, tf32 * _TERA, double * _TERA, byte * _TERA)
+
+
+# Dense products; datasheets of NVIDIA give the figures with sparsity, which are twice as large.
+_HOPPER = _tensor_cores(989, 494, 67, 1979)
+_CORE = "a core has half of the chip"
 CHIPS = {
-    "v2": Chip("TPU v2", 350 * _GIGA, _ici(62), _DCN, 16, f"{_DESIGN}: a core has half of the chip's memory"),
-    "v3": Chip("TPU v3", 450 * _GIGA, _ici(82), _DCN, 32, f"{_DESIGN}: a core has half of the chip's memory"),
-    "v4": Chip("TPU v4", 1228 * _GIGA, _ici(50), _DCN, 4, 'Jouppi et al., "TPU v4", ISCA 2023'),
-    "v5e": Chip("TPU v5 lite", 819 * _GIGA, _ici(50), _DCN, 16, _DOCS, _HALF_OF_VMEM),
-    "v5p": Chip("TPU v5", 2765 * _GIGA, _ici(100), _DCN, 4, _DOCS),
-    "v6e": Chip("TPU v6 lite", 1640 * _GIGA, _ici(100), _DCN, 16, _DOCS, _HALF_OF_VMEM),
-    "tpu7x": Chip("TPU7x", 3690 * _GIGA, _ici(100), _DCN, 4, f"{_DOCS}; a core has half of the chip's memory"),
+    "v2": Chip("TPU v2", 350 * _GIGA, 8 * _GIB, _mxu(23), _ici(62), _DCN, 16, f"{_DESIGN}: {_CORE}"),
+    "v3": Chip("TPU v3", 450 * _GIGA, 16 * _GIB, _mxu(61.5), _ici(82), _DCN, 32, f"{_DESIGN}: {_CORE}"),
+    "v4": Chip("TPU v4", 1228 * _GIGA, 32 * _GIB, _mxu(275), _ici(50), _DCN, 4, 'Jouppi et al., "TPU v4", ISCA 2023'),
+    "v5e": Chip("TPU v5 lite", 819 * _GIGA, 16 * _GIB, _mxu(197, 2), _ici(50), _DCN, 16, _DOCS, _HALF_OF_VMEM),
+    "v5p": Chip("TPU v5", 2765 * _GIGA, 95 * _GIB, _mxu(459, 2), _ici(100), _DCN, 4, _DOCS),
+    "v6e": Chip("TPU v6 lite", 1640 * _GIGA, 32 * _GIB, _mxu(918, 2), _ici(100), _DCN, 16, _DOCS, _HALF_OF_VMEM),
+    "tpu7x": Chip("TPU7x", 3690 * _GIGA, 96 * _GIB, _mxu(1153, 2), _ici(100), _DCN, 4, f"{_DOCS}; {_CORE}"),
     "a100": Chip(
-        "A100", 2039 * _GIGA, _nvlink(300), _infiniband(25), source="NVIDIA A100 80GB and DGX A100 datasheets"
+        "A100",
+        2039 * _GIGA,
+        80 * _GIGA,
+        _tensor_cores(312, 156, 19.5, 624),
+        _nvlink(300),
+        _infiniband(25),
+        source="NVIDIA A100 80GB and DGX A100 datasheets",
     ),
-    "h100": Chip("H100", 3350 * _GIGA, _nvlink(450), _infiniband(50), source="NVIDIA H100 SXM and DGX H100 datasheets"),
-    "h200": Chip("H200", 4800 * _GIGA, _nvlink(450), _infiniband(50), source="NVIDIA H200 SXM and DGX H200 datasheets"),
-    "b200": Chip("B200", 8000 * _GIGA, _nvlink(900), _infiniband(50), source="NVIDIA DGX B200 datasheet"),
-    # 8 simulated devices on 2 cores, jax 0.12: psum_scatter + all_gather of 32 B to 16 MB (2026-11-16)
+    "h100": Chip(
+        "H100",
+        3350 * _GIGA,
+        80 * _GIGA,
+        _HOPPER,
+        _nvlink(450),
+        _infiniband(50),
+        source="NVIDIA H100 SXM and DGX H100 datasheets",
+    ),
+    "h200": Chip(
+        "H200",
+        4800 * _GIGA,
+        141 * _GIGA,
+        _HOPPER,
+        _nvlink(450),
+        _infiniband(50),
+        source="NVIDIA H200 SXM and DGX H200 datasheets",
+    ),
+    "b200": Chip(
+        "B200",
+        8000 * _GIGA,
+        180 * _GIGA,
+        _tensor_cores(2250, 1125, 37, 4500),
+        _nvlink(900),
+        _infiniband(50),
+        source="NVIDIA DGX B200 datasheet",
+    ),
+    # One of 8 simulated devices on 2 cores: psum_scatter + all_gather of 32 B to 16 MB (jax 0.12, 2026-11-16), products
+    # of 512 x 512 on all devices at once (jax 0.10.2, 2026-11-18). Given, not measured in each process: processes of
+    # one run must make the same plan.
     "cpu": Chip(
         "cpu",
         2.5 * _GIGA,
+        math.inf,
+        Peak(20 * _GIGA, 9 * _GIGA, 6 * _GIGA, 9 * _GIGA),
         Link("shared memory", 1.2 * _GIGA, 20 * _MICRO, 100 * _MICRO),
         Link("network", 1.2 * _GIGA, 50 * _MICRO, 100 * _MICRO),
         source="measured by shardstep's developers",

@@ -1,18 +1,37 @@
-"""What a schedule will take on a machine: seconds on the wire, seconds in the update.
+"""What a schedule will take on a machine, in seconds:
 
-Both ignore overlap with other work: they compare programs, they do not promise step times.
+    wire      messages x latency + bytes / bandwidth
+    products  flops / peak
+    passes    bytes read and written / bandwidth of the memory
+
+All ignore overlap with other work: they compare programs, they do not promise step times.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from ..core.layout import Array, Axis, Layout, block_shape
 from ..core.program import Var
 from ..core.schedule import Collective, Schedule
-from ..machine.links import Ring, sent_time
+from ..machine.links import Chip, Ring, sent_time
 from ..machine.topology import Topology
+from .buffers import Buffer, Buffers, Kind
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """What one replica takes for a step, or for a part of one."""
+
+    wire: float
+    products: float
+    passes: float
+
+    @property
+    def total(self) -> float:
+        return self.wire + self.products + self.passes
 
 
 def wire_time(collectives: Iterable[Collective], axes: tuple[Axis, ...], topology: Topology) -> float:
@@ -70,4 +89,34 @@ def update_bytes(schedule: Schedule) -> float:
     return inside + sum(
         count * Array(block_shape(array.shape, layout, schedule.axes), array.dtype).nbytes
         for (array, layout), count in moved.items()
+    )
+
+
+def work_time(buffers: Buffers, chip: Chip) -> tuple[float, float]:
+    """Seconds in products, and in passes over memory: loops as often as they run.
+
+    A product reads its operands while it multiplies. Only if that takes longer is the rest a pass over memory.
+    """
+    products = passes = 0.0
+    for product in buffers.products:
+        multiplying = product.flops / chip.peak.of(product.dtype)
+        products += multiplying
+        passes += max(product.nbytes / chip.memory - multiplying, 0.0)
+    passes += sum(map(_passes, buffers.all())) / chip.memory
+    for inside in buffers.inside:
+        for body, times in zip(inside.bodies, inside.times, strict=True):
+            more = work_time(body, chip)
+            products, passes = products + times * more[0], passes + times * more[1]
+    return products, passes
+
+
+def _passes(buffer: Buffer) -> float:
+    """Bytes of a value that are written once and read by each reader, products apart. Loops read what they slice and
+    carry inside.
+    """
+    if not buffer.written:
+        return 0.0
+    written = buffer.kind is not Kind.INPUT and not buffer.product and not buffer.by_loop
+    return float(
+        buffer.nbytes * (written + sum(not u.product and not u.loop and u.result is not None for u in buffer.uses))
     )

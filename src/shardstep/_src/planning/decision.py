@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..capture.step import Captured
 from ..core import meshes, passes
@@ -14,10 +15,13 @@ from ..core.options import Options
 from ..core.program import Atom
 from ..core.schedule import Schedule
 from ..core.user_shardings import Kept, alike
+from ..machine.memory import memory_limit
 from ..machine.replicas import Replicas
 from . import engines
 from .at_rest import ROOM, Policy, Taken, choose_weights, layout_at_rest, pads_state, small_bytes, take_turns
 from .buckets import bucket_bytes, fuse
+from .estimate import estimate
+from .formatting import size
 from .precision import travel_in
 from .propagation.boundary import Boundary
 from .propagation.forward import schedule
@@ -41,6 +45,9 @@ class Decided:
     kept: Mapping[Atom, Kept]  # of the values that are laid out as some state is, along the user's own axes
     engine: engines.Choice
     wire_bytes: float
+    donated: Mapping[int, int]  # the outputs that may be written over an input, and over which
+    memory: int | None  # bytes that a device may use
+    fits: bool  # is the predicted peak within that?
 
     @property
     def execution(self) -> Execution:
@@ -61,6 +68,7 @@ class Problem:
     sliced: Mapping[int, AbstractSet[int]]  # the dimensions along which loops take inputs slice by slice
     baseline: Schedule  # of the program that everyone runs today
     memo: Memo
+    memory: int | None  # bytes that a device may use
 
     @classmethod
     def of(cls, captured: Captured, replicas: Replicas, options: Options) -> Problem:
@@ -72,7 +80,14 @@ class Problem:
         memo = Memo()
         baseline = _baseline(captured, replicas.axes, memo)
         sliced = sliced_dims(captured.program, captured.state)
-        return cls(captured, replicas, options, unsharded, roles, small, sliced, baseline, memo)
+        memory = memory_limit(replicas, options.memory, options.topology)
+        return cls(captured, replicas, options, unsharded, roles, small, sliced, baseline, memo, memory)
+
+    @property
+    def donated(self) -> Mapping[int, int]:
+        """The outputs that may be written over an input, and over which."""
+        given = self.captured.donated if self.options.donate else ()
+        return {o: i for i, o in self.captured.state.items() if i in given}
 
     def sends_no_more(self, decided: Schedule) -> bool:
         """Than the replicated step."""
@@ -83,10 +98,22 @@ class Problem:
 class Attempt:
     """The step with its state laid out in one way."""
 
+    problem: Problem
     schedule: Schedule
     reasons: tuple[str, ...]  # why each input is laid out as it is
     weights: str
     why_weights: str
+
+    @functools.cached_property
+    def peak(self) -> int:
+        """Bytes per device, predicted."""
+        replicas = self.problem.replicas
+        return estimate(self.schedule, self.problem.donated, replicas.axes, replicas.topology).memory.peak
+
+    @property
+    def fits(self) -> bool:
+        """Without a limit the peak need not be known."""
+        return self.problem.memory is None or self.peak <= self.problem.memory
 
     @property
     def sent(self) -> float:
@@ -97,19 +124,30 @@ def decide(captured: Captured, replicas: Replicas, weights: str, options: Option
     """Plan a captured step."""
     problem = Problem.of(captured, replicas, options)
     chosen = _attempt(problem, *choose_weights(weights, options, replicas.topology.platform))
-    if weights == "auto" and options.gather_dtype is None and _is_doubtful(chosen, problem.baseline):
-        instead, why, margin = _INSTEAD[chosen.weights]
-        other = _attempt(problem, instead, why)
-        if other.sent < margin * chosen.sent:
-            chosen = other
+    if weights == "auto" and options.gather_dtype is None:
+        chosen = _reconsidered(problem, chosen)
     return _with_engine(problem, chosen)
+
+
+def _reconsidered(problem: Problem, chosen: Attempt) -> Attempt:
+    """What "auto" takes, given the layout that suits the platform: another, if that sends less or is what fits."""
+    if chosen.fits and not _is_doubtful(chosen, problem.baseline):
+        return chosen
+    instead, why, margin = _INSTEAD[chosen.weights]
+    other = _attempt(problem, instead, why)
+    if chosen.fits:
+        return other if other.fits and other.sent < margin * chosen.sent else chosen
+    if other.peak >= chosen.peak:
+        return chosen
+    needed, there = size(chosen.peak), size(problem.memory or 0)
+    return replace(other, why_weights=f"memory: {chosen.weights} weights would need {needed} of {there} per device")
 
 
 def _attempt(problem: Problem, weights: str, why_weights: str) -> Attempt:
     """With padding where that is needed; without most of it, if it is padding that makes the step send more."""
 
     def under(policy: Policy) -> Attempt:
-        return Attempt(*_scheduled(problem, policy), weights, why_weights)
+        return Attempt(problem, *_scheduled(problem, policy), weights, why_weights)
 
     found = under(Policy(weights, problem.small))
     if problem.sends_no_more(found.schedule) or not pads_state(problem.captured, found.schedule):
@@ -171,6 +209,9 @@ def _with_engine(problem: Problem, chosen: Attempt) -> Decided:
         kept=alike(captured.program, captured.kept),
         engine=choice,
         wire_bytes=question.annotated if choice.engine == "annotate" else question.rewritten,
+        donated=problem.donated,
+        memory=problem.memory,
+        fits=chosen.fits,
     )
 
 

@@ -20,6 +20,7 @@ from ..machine.replicas import Replicas
 from . import engines
 from .costs import axis_times, update_time, wire_time
 from .decision import Decided
+from .estimate import estimate
 from .plan import Leaf, Plan, Total
 from .timeline import moments, segments, update_lines
 
@@ -33,6 +34,7 @@ def describe(captured: Captured, decided: Decided, replicas: Replicas) -> Plan:
     baseline, ours = decided.baseline, decided.schedule
     rewritten = decided.engine.engine == "rewrite"
     told = tuple(moments(ours)) if rewritten else ()
+    before, after = (estimate(s, decided.donated, axes, topology) for s in (baseline, ours))
     busy = axis_times(ours.collectives, axes, topology) if rewritten and len(axes) > 1 else []
     shardings = captured.call.merged([NamedSharding(replicas.mesh, leaf.spec) for leaf in leaves])
     return Plan(
@@ -53,6 +55,9 @@ def describe(captured: Captured, decided: Decided, replicas: Replicas) -> Plan:
             wire_time((ours if rewritten else baseline).collectives, axes, topology),
         ),
         update_seconds=Total(update_time(baseline, topology), update_time(ours, topology)),
+        step_seconds=Total(before.seconds.total, after.seconds.total),
+        peak_bytes=Total(before.memory.peak, after.memory.peak),
+        memory=decided.memory,
         axis_seconds=tuple(("+".join(axis.names), seconds) for axis, seconds in zip(axes, busy, strict=False)),
         engine=decided.engine.engine,
         why_engine=decided.engine.why,

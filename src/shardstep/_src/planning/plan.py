@@ -61,7 +61,13 @@ class Total:
 
 @dataclass(frozen=True)
 class Plan:
-    """What shardstep will do with a step. `str(plan)` is a table; `to_json()` holds all of it."""
+    """What shardstep will do with a step. `str(plan)` is a table; `to_json()` holds all of it.
+
+    Predictions, per device and step, for the replicated program and for this one: `wire_seconds` and `update_seconds`;
+    `step_seconds`, everything (wire, products and passes over memory, one after the other); `peak_bytes`, arguments and
+    what is alive at the worst moment. `memory` is what a device may use (`Options.memory`, or what it has; None: no
+    limit), `fits` says whether the peak stays below it, and `missing_bytes` by how much it does not.
+    """
 
     replicas: int
     topology: str
@@ -75,8 +81,11 @@ class Plan:
     state_bytes: Total
     wire_bytes: Total
     update_flops: Total
-    wire_seconds: Total  # predicted by the cost model, see `links.py`
+    wire_seconds: Total  # predicted by the cost model, see `costs.py`
     update_seconds: Total
+    step_seconds: Total
+    peak_bytes: Total  # predicted, see `memory.py`
+    memory: int | None = None  # bytes that a device may use
     axis_seconds: tuple[tuple[str, float], ...] = ()  # how long the links of each data axis are busy, of several
     notes: tuple[str, ...] = ()
     timeline: tuple[Segment, ...] = ()  # the sharded step in order
@@ -86,6 +95,16 @@ class Plan:
     why_engine: str = "as asked"
     shardings: Any = field(default=None, compare=False, repr=False)  # pytree like (args, kwargs) of NamedSharding
     structure: Any = field(default=None, compare=False, repr=False)  # of each argument: treedef, values and paths
+
+    @property
+    def fits(self) -> bool:
+        """Is the predicted peak within what a device may use?"""
+        return not self.missing_bytes
+
+    @property
+    def missing_bytes(self) -> float:
+        """By how much the predicted peak exceeds what a device may use."""
+        return 0.0 if self.memory is None else max(self.peak_bytes.sharded - self.memory, 0.0)
 
     def __getstate__(self) -> dict[str, Any]:
         """Devices do not travel between processes; everything else does."""
@@ -97,6 +116,7 @@ class Plan:
     def to_json(self) -> str:
         data = {name: value for name, value in self.__dict__.items() if name not in ("shardings", "structure")}
         data["auxiliary_share"] = self.auxiliary_share
+        data["fits"] = self.fits
         return json.dumps(data, default=_plain, indent=1)
 
     def to_html(self, path: str | os.PathLike[str], title: str = "shardstep report", notes: Sequence[str] = ()) -> None:

@@ -21,16 +21,44 @@ def _busy(plan: Plan) -> list[str]:
     return [f"  links busy        {listed}: what the wire would take if collectives overlap"]
 
 
+def too_large(plan: Plan) -> str:
+    """How much memory is missing, and what would help; empty if the plan fits."""
+    if plan.fits or plan.memory is None:
+        return ""
+    state = sum(leaf.bytes_after for leaf in plan.leaves if leaf.role != "batch")
+    said = (
+        f"the step needs {size(plan.peak_bytes.sharded)} per device, {size(plan.missing_bytes)} more than the"
+        f" {size(plan.memory)} there are"
+    )
+    helps = []
+    if plan.weights == "replicated":
+        helps.append('weights="sharded"')
+    if plan.group < plan.replicas:
+        helps.append(f"group={plan.replicas}")
+    if state > plan.memory:
+        helps.append(f"more replicas (weights, moments and inputs alone take {size(state)})")
+    else:
+        helps.append("fewer examples per replica, jax.checkpoint around each layer, or more replicas")
+    return f"{said}; what would help: {'; '.join(helps)}"
+
+
+def _limit(plan: Plan) -> str:
+    return "" if plan.memory is None else f" of {size(plan.memory)} per device"
+
+
 def table(plan: Plan) -> str:
     """The plan as text: the headline, every leaf, what is communicated, what could not be sharded."""
     lines = [
         f"shardstep plan for {plan.replicas} replicas, weights {plan.weights} ({plan.why_weights})",
+        *(f"  DOES NOT FIT      {line}" for line in [too_large(plan)] if line),
         f"  machine           {plan.topology}",
         f"  state shared by   {plan.group} replicas ({plan.why_group})",
         f"  state per replica {size(plan.state_bytes.replicated)} -> {size(plan.state_bytes.sharded)}"
         f"   ({plan.auxiliary_share:.1%} of the optimizer's bytes are sharded)",
         f"  wire per replica  {size(plan.wire_bytes.replicated)} -> {size(plan.wire_bytes.sharded)}",
         f"  predicted         wire {_change(plan.wire_seconds)}, update {_change(plan.update_seconds)}",
+        f"  predicted peak    {size(plan.peak_bytes.replicated)} -> {size(plan.peak_bytes.sharded)}{_limit(plan)}",
+        f"  predicted step    {_change(plan.step_seconds)} (wire, products and passes over memory, without overlap)",
         *_busy(plan),
         f"  update work       {plan.update_flops.replicated:.3g} -> {plan.update_flops.sharded:.3g} elements",
         f"  engine            {plan.engine} ({plan.why_engine})",

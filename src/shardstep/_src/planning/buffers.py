@@ -1,0 +1,307 @@
+"""Which values of a schedule the compiler will write to memory, and from when to when each is needed.
+
+A compiler fuses what works element by element: a chain of such equations writes only its last value. So each primitive
+is one of four kinds:
+
+    view     the same bytes under another shape (reshape)
+    fused    computed wherever it is read (elementwise, broadcasts, slices); see `Buffer.is_written` for the exceptions
+    sink     fuses what it reads, but writes its result (reductions, lookups, updates of slices)
+    opaque   reads and writes memory (products, sorts, factorizations, loops, collectives)
+
+`memory.py` finds the peak from this, `costs.py` the bytes that are read and written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple
+
+from ..core import compat
+from ..core.layout import Array, Layout, Replicated, Split, block_shape
+from ..core.program import Atom, Equation, Literal, Var
+from ..core.schedule import Ruling, Schedule, Step, Transfer
+from .flops import flops, multiplies
+
+Kind = Enum("Kind", "INPUT VIEW FUSED SINK OPAQUE")
+
+
+class Use(NamedTuple):
+    """A reader of a buffer: where it stands, how it reads, and what it makes of it (None: it leaves the program)."""
+
+    place: int
+    kind: Kind
+    product: bool
+    loop: bool
+    result: Buffer | None
+
+
+class Buffer:
+    """A value in one layout, as one replica would hold it."""
+
+    __slots__ = ("by_loop", "cheap", "kind", "last", "made", "nbytes", "product", "returned", "uses", "written")
+
+    def __init__(self, nbytes: int, made: int, kind: Kind, cheap: bool = False, product: bool = False):
+        self.nbytes = nbytes
+        self.made = made  # at this place of the schedule; -1: before it
+        self.kind = kind
+        self.cheap = cheap  # computed again by each reader rather than written
+        self.product = product
+        self.by_loop = False  # is it the result of a loop or branch?
+        self.returned = False  # does the program return it as it is?
+        self.uses: list[Use] = []
+        self.written = False
+        self.last = made  # the place where it is last needed
+
+    def settle(self) -> None:
+        """Once all readers are known and settled: is it written, and until when is it needed?"""
+        self.written = self.is_written()
+        for use in self.uses:
+            later = use.kind is Kind.FUSED and use.result is not None and not use.result.written
+            self.last = max(self.last, use.result.last if later and use.result else use.place)
+
+    def is_written(self) -> bool:
+        """What is fused is still written if it is returned, if a product reads it, or if several read it and computing
+        it again would be expensive or read several values again.
+        """
+        if self.kind is not Kind.FUSED or self.returned:
+            return True
+        return any(use.kind is Kind.OPAQUE for use in self.uses) or (len(self.uses) > 1 and not self.cheap)
+
+
+class Product(NamedTuple):
+    """A product or factorization: its work, and the bytes it reads and writes."""
+
+    flops: float
+    dtype: Any
+    nbytes: int
+
+
+class Inside(NamedTuple):
+    """A loop or branch: where it stands, and its bodies with how often they run."""
+
+    place: int
+    bodies: tuple[Buffers, ...]
+    times: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Buffers:
+    """All values of a schedule that may be in memory. Places count transfers and steps, in order."""
+
+    inputs: tuple[Buffer, ...]
+    outputs: tuple[Buffer | None, ...]  # None: a constant
+    made: list[Buffer] = field(default_factory=list)  # everything but the inputs, in order
+    products: list[Product] = field(default_factory=list)
+    inside: list[Inside] = field(default_factory=list)
+    carried: Mapping[int, int] | None = None  # in the body of a loop: which output is which input of the next iteration
+
+    @classmethod
+    def of(cls, schedule: Schedule, carried: Mapping[int, int] | None = None) -> Buffers:
+        """Those of a schedule. What a loop does not carry, it writes into a stack."""
+        return _Walk(schedule).run(carried)
+
+    def all(self) -> Iterator[Buffer]:
+        yield from self.inputs
+        yield from self.made
+
+
+class _Walk:
+    """One pass over a schedule."""
+
+    def __init__(self, schedule: Schedule):
+        self.schedule = schedule
+        self.values: dict[Var, list[tuple[Layout, Buffer]]] = {}
+        self.made: list[Buffer] = []
+        self.products: list[Product] = []
+        self.inside: list[Inside] = []
+        self.sizes: dict[tuple[Array, Layout], int] = {}
+        self.made_bytes: dict[Ruling, list[int]] = {}
+        self.known_products: dict[Ruling, Product] = {}
+
+    def run(self, carried: Mapping[int, int] | None) -> Buffers:
+        schedule, program = self.schedule, self.schedule.program
+        pairs = zip(program.inputs, schedule.inputs, strict=True)
+        inputs = tuple(self.add(v, f, Buffer(self.size(v.array, f), -1, Kind.INPUT)) for v, f in pairs)
+        for var, _ in program.constants:
+            self.add(var, (Replicated(),) * len(schedule.axes), Buffer(var.array.nbytes, -1, Kind.INPUT))
+        place = 0
+        for step, bundles in zip(schedule.steps, schedule.transfers, strict=False):
+            for bundle in bundles:
+                for transfer in bundle:
+                    self.transfer(transfer, place)
+            self.step(step, place + 1)
+            place += 2
+        for bundle in schedule.transfers[-1]:
+            for transfer in bundle:
+                self.transfer(transfer, place)
+        outputs = tuple(self.leave(*out, place + 1) for out in zip(program.outputs, schedule.outputs, strict=True))
+        for o, buffer in enumerate(outputs):
+            if buffer is not None and (carried is None or o in carried):
+                buffer.returned = True
+        for buffer in (*reversed(self.made), *inputs):
+            buffer.settle()
+        return Buffers(inputs, outputs, self.made, self.products, self.inside, carried)
+
+    def size(self, array: Array, layout: Layout) -> int:
+        key = (array, layout)
+        if key not in self.sizes:
+            self.sizes[key] = Array(block_shape(array.shape, layout, self.schedule.axes), array.dtype).nbytes
+        return self.sizes[key]
+
+    def add(self, var: Var, layout: Layout, buffer: Buffer) -> Buffer:
+        self.values.setdefault(var, []).append((layout, buffer))
+        return buffer
+
+    def find(self, atom: Atom, layout: Layout) -> Buffer | None:
+        if isinstance(atom, Literal):
+            return None
+        held = self.values.get(atom, ())
+        if len(held) == 1:
+            return held[0][1]
+        return next((buffer for known, buffer in held if known == layout), held[0][1] if held else None)
+
+    def transfer(self, t: Transfer, place: int) -> None:
+        """What a collective makes smaller is made smaller at once: no memory is kept for what is not needed."""
+        source = self.find(t.var, t.source)
+        if source is None:
+            return
+        nbytes = self.size(t.var.array, t.target)
+        sent = any(a != b and not isinstance(a, Replicated) for a, b in zip(t.source, t.target, strict=True))
+        if sent and nbytes < source.nbytes:
+            place = max(source.made, 0)
+        kind = Kind.OPAQUE if sent else Kind.FUSED
+        if sent and _is_strided(t):
+            source = self.rearranged(t, source, max(nbytes, source.nbytes), place)
+        buffer = self.add(t.var, t.target, Buffer(nbytes, place, kind, cheap=True))
+        source.uses.append(Use(place, kind, False, False, buffer))
+        self.made.append(buffer)
+
+    def rearranged(self, t: Transfer, source: Buffer, nbytes: int, place: int) -> Buffer:
+        """Blocks of an inner dimension are not contiguous: the whole is copied before or after it is sent."""
+        copy = Buffer(nbytes, place, Kind.OPAQUE)
+        source.uses.append(Use(place, Kind.OPAQUE, False, False, copy))
+        self.made.append(copy)
+        return copy
+
+    def step(self, step: Step, place: int) -> None:
+        equation, ruling = step.equation, step.ruling
+        read = [self.find(a, f) for a, f in zip(equation.inputs, ruling.operands, strict=True)]
+        operands = [buffer for buffer in (dict.fromkeys(read) if len(read) > 1 else read) if buffer is not None]
+        kind = kind_of(equation.primitive)
+        if kind is Kind.VIEW and len(equation.outputs) == len(read):
+            for buffer, var, layout in zip(read, equation.outputs, ruling.results, strict=True):
+                self.add(var, layout, buffer or self.new(var, layout, Buffer(var.array.nbytes, place, Kind.FUSED)))
+            return
+        product = self.product(step) if multiplies(equation.primitive) else None
+        if product:
+            self.products.append(product)
+        nbytes = self.made_bytes.get(ruling)
+        if nbytes is None:
+            nbytes = self.made_bytes[ruling] = [block.nbytes for block in ruling.blocks]
+        results = []
+        for var, layout, made in zip(equation.outputs, ruling.results, nbytes, strict=True):
+            cheap = kind is Kind.FUSED and equation.primitive not in _EXPENSIVE
+            if cheap and len(operands) > 1:
+                cheap = sum(2 * b.nbytes > made for b in operands) < 2
+            results.append(self.new(var, layout, Buffer(made, place, kind, cheap, product is not None)))
+        use = Use(place, kind, product is not None, bool(step.bodies), results[0] if results else None)
+        for buffer in operands:
+            buffer.uses.append(use)
+        if step.bodies:
+            for result in results:
+                result.by_loop = True
+            bodies = map(Buffers.of, step.bodies, _carried(equation))
+            self.inside.append(Inside(place, tuple(bodies), step.times))
+
+    def product(self, step: Step) -> Product:
+        """The work of a product: once for all equations that share a ruling."""
+        equation, ruling = step.equation, step.ruling
+        known = self.known_products.get(ruling)
+        if known is None:
+            blocks = [
+                Array(block_shape(a.array.shape, f, self.schedule.axes), a.array.dtype)
+                for a, f in zip(equation.inputs, ruling.operands, strict=True)
+            ]
+            work = flops(equation.primitive, ruling.params, blocks, ruling.blocks)
+            known = Product(work, blocks[0].dtype, sum(b.nbytes for b in blocks) + ruling.bytes_made)
+            self.known_products[ruling] = known
+        return known
+
+    def new(self, var: Var, layout: Layout, buffer: Buffer) -> Buffer:
+        self.made.append(buffer)
+        return self.add(var, layout, buffer)
+
+    def leave(self, atom: Atom, layout: Layout, place: int) -> Buffer | None:
+        buffer = self.find(atom, layout)
+        if buffer is not None:
+            buffer.uses.append(Use(place, Kind.SINK, False, False, None))
+        return buffer
+
+
+def _is_strided(t: Transfer) -> bool:
+    """Is an inner dimension gathered or scattered?"""
+    pairs = zip(t.source, t.target, strict=True)
+    changed = [p for a, b in pairs if a != b for p in (a, b) if isinstance(p, Split)]
+    return any(math.prod(t.var.array.shape[: p.dim]) > 1 for p in changed)
+
+
+def _carried(equation: Equation) -> list[Mapping[int, int] | None]:
+    """Of each body: which output comes back as which input in the next iteration."""
+    if equation.primitive is _SCAN:
+        consts, carries = compat.scan_counts(equation.params)
+        return [{c: consts + c for c in range(carries)}]
+    if equation.primitive is _WHILE:
+        consts = equation.params["body_nconsts"]
+        return [None, {c: consts + c for c in range(len(equation.outputs))}]
+    return [None] * len(equation.bodies)
+
+
+_P = compat.primitives
+_SCAN, _WHILE = compat.primitive("scan"), compat.primitive("while")
+
+_KINDS = {
+    **dict.fromkeys(
+        _P(
+            "reshape squeeze transpose copy optimization_barrier stop_gradient sharding_constraint reshard device_put"
+            " random_wrap random_unwrap random_clone name"
+        ),
+        Kind.VIEW,
+    ),
+    **dict.fromkeys(
+        _P(
+            "reduce_sum reduce_max reduce_min reduce_or reduce_and reduce_prod reduce_xor reduce argmax argmin gather"
+            " dynamic_update_slice concatenate stack tile reduce_window reduce_window_sum reduce_window_max"
+            " reduce_window_min select_and_scatter_add select_and_gather_add cumsum cumprod cummax cummin cumlogsumexp"
+        ),
+        Kind.SINK,
+    ),
+    **dict.fromkeys(
+        _P(
+            "add add_jaxvals sub neg real imag conj complex mul div select_n convert_element_type max min abs"
+            " acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil"
+            " clamp clz cos cosh digamma eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a"
+            " igammac integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to mulhi ne nextafter"
+            " not one_minus_square or polygamma polynomial population_count pow reduce_precision"
+            " regularized_incomplete_beta rem round rsqrt shift_left shift_right_arithmetic shift_right_logical"
+            " sign sin sinh sqrt square tan tanh xor zeta broadcast_in_dim iota slice dynamic_slice pad rev split"
+            " unstack zeros_like empty empty2"
+        ),
+        Kind.FUSED,
+    ),
+}
+
+_EXPENSIVE = frozenset(
+    _P(
+        "acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt cos cosh digamma div erf erf_inv erfc exp"
+        " exp2 expm1 igamma igamma_grad_a igammac lgamma log log1p log2 logistic polygamma pow rem rsqrt sin sinh sqrt"
+        " tan tanh zeta"
+    )
+)
+
+
+def kind_of(primitive: Any) -> Kind:
+    """What no list has is taken to read and write memory."""
+    return _KINDS.get(primitive, Kind.OPAQUE)

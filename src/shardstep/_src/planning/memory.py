@@ -1,0 +1,94 @@
+"""How much memory a schedule needs on each device: its arguments, and what is alive at the worst moment.
+
+Found by liveness over the schedule (`buffers.py`), with what compilers do about memory:
+- an output of which the argument is donated is written over it, if nothing reads the argument any more;
+- an elementwise result takes the place of an operand of the same size that nobody needs afterwards;
+- what a loop carries stays in its place, and what it stacks is written slice by slice.
+
+`benchmarks/memory_prediction.py` compares it with what XLA allocates.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .buffers import Buffer, Buffers, Kind
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes per device."""
+
+    arguments: int
+    temporaries: int  # at the worst moment
+    outputs: int  # that do not take the place of an argument
+
+    @property
+    def peak(self) -> int:
+        return self.arguments + self.temporaries + self.outputs
+
+    def __str__(self) -> str:
+        return f"{self.arguments} arguments + {self.temporaries} temporaries + {self.outputs} outputs"
+
+
+def memory_of(buffers: Buffers, donated: Mapping[int, int]) -> Memory:
+    """The memory that a program needs; `donated` names for an output the input whose memory it may take."""
+    arguments = sum(buffer.nbytes for buffer in buffers.inputs)
+    kept = {id(buffer) for buffer in buffers.inputs}  # outputs that stand somewhere already
+    outputs = 0
+    for o, buffer in enumerate(buffers.outputs):
+        if buffer is not None and o not in donated and id(buffer) not in kept:
+            kept.add(id(buffer))
+            outputs += buffer.nbytes
+    return Memory(arguments, _temporaries(buffers, donated, kept), outputs)
+
+
+def _temporaries(buffers: Buffers, donated: Mapping[int, int], kept: set[int]) -> int:
+    """Bytes at the worst moment, not counting what is `kept` elsewhere."""
+    kept = kept | {id(b) for b in _in_place(buffers, donated)}
+    made: dict[int, list[Buffer]] = defaultdict(list)
+    freed: dict[int, list[Buffer]] = defaultdict(list)
+    for buffer in buffers.made:
+        if buffer.written and buffer.nbytes and id(buffer) not in kept:
+            made[buffer.made].append(buffer)
+            freed[buffer.last].append(buffer)
+    inner = {inside.place: max(map(_body, inside.bodies), default=0) for inside in buffers.inside}
+    current = peak = 0
+    for place in sorted({*made, *freed, *inner}):
+        arriving = sum(b.nbytes for b in made[place])
+        reused = _reused(made[place], freed[place]) if place in freed else 0
+        peak = max(peak, current + arriving - reused + inner.get(place, 0))
+        current += arriving - sum(b.nbytes for b in freed[place])
+    return peak
+
+
+def _in_place(buffers: Buffers, donated: Mapping[int, int]) -> list[Buffer]:
+    """The outputs that are written over the argument they replace."""
+    found = []
+    for o, i in donated.items():
+        buffer, argument = buffers.outputs[o], buffers.inputs[i]
+        if buffer is None or buffer.nbytes != argument.nbytes:
+            continue
+        last = max((u.place for u in argument.uses), default=-1) if argument is buffer else argument.last
+        if last < buffer.made or (last == buffer.made and buffer.kind is not Kind.OPAQUE):
+            found.append(buffer)
+    return found
+
+
+def _reused(made: list[Buffer], freed: list[Buffer]) -> int:
+    """Bytes of results that take the place of operands of the same size."""
+    free = Counter(b.nbytes for b in freed if b not in made)
+    total = 0
+    for buffer in made:
+        if free[buffer.nbytes] and not buffer.product:
+            free[buffer.nbytes] -= 1
+            total += buffer.nbytes
+    return total
+
+
+def _body(buffers: Buffers) -> int:
+    """What an iteration or a branch needs beside what enters and leaves it; a carry is written over the one before."""
+    outside = {id(b) for b in buffers.outputs} if buffers.carried is None else set()
+    return _temporaries(buffers, buffers.carried or {}, outside)
