@@ -47,6 +47,7 @@ def shard(
     step: None = None, mesh: Mesh | None = None, **keywords: Unpack[Keywords]
 ) -> Callable[[Callable[P, R]], ShardedStep[P, R]]: ...
 
+
 _CALLER = 5  # frames up from where a step is planned: the user's call, or step.plan
 
 
