@@ -48,9 +48,6 @@ def shard(
 ) -> Callable[[Callable[P, R]], ShardedStep[P, R]]: ...
 
 
-_CALLER = 5  # frames up from where a step is planned: the user's call, or step.plan
-
-
 def shard(
     step: Callable[..., Any] | None = None,
     mesh: Mesh | None = None,
@@ -294,6 +291,9 @@ class ShardedStep(Generic[P, R]):
         if not decided.fits:
             warnings.warn(f"shardstep: {too_large(planned.plan)}", stacklevel=_CALLER)
         return planned
+
+
+_CALLER = 5  # frames up from where a step is planned: the user's call, or step.plan
 
 
 class PlannedStep(Rewritten):
