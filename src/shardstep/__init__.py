@@ -5,7 +5,8 @@ import importlib.metadata
 from typing import Any
 
 from ._src.api import ShardedStep, shard
-from ._src.checkpoint.saving import Saving, finish, latest_step, restore, save
+from ._src.checkpoint.restoring import latest_step, restore
+from ._src.checkpoint.saving import Saving, finish, save
 from ._src.core.errors import ShardstepError
 from ._src.core.options import Options
 from ._src.core.padded import Padded

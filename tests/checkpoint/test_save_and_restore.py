@@ -518,11 +518,6 @@ def test_a_plan_from_another_process(tmp_path):
         shardstep.restore(tmp_path, pickle.loads(pickle.dumps(plan)))
 
 
-def test_object_stores_are_refused():
-    with pytest.raises(ShardstepError, match="object stores are not supported"):
-        shardstep.save("gs://bucket/run", adam_state())
-
-
 def test_no_pickle(tmp_path, monkeypatch):
     shardstep.save(tmp_path, adam_state())
     plan = shardstep.shard(adam_step, mesh_of(8)).plan(adam_state(), batch(0))

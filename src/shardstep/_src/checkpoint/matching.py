@@ -18,6 +18,7 @@ from ..planning.plan import Argument, Plan
 
 _STATE = {"weight", "auxiliary", "frozen"}
 _SHOWN = 20  # lines of a list of differences
+_SMALL_CHUNK = 1 << 16  # elements: padding may make a small chunk larger than its array
 
 Key = tuple[str, ...]  # the path of a leaf in a tree, as Orbax names it
 
@@ -164,6 +165,11 @@ def _check(wanted: dict[Key, Wanted], static: set[Key], found: dict[Key, Any], w
         for key, w in wanted.items()
         if key in found and not _fits(w, found[key])
     ]
+    other += [
+        f"{w} is stored in chunks of {list(found[key].storage.chunk_shape)}, which would fill the memory"
+        for key, w in wanted.items()
+        if key in found and _bloated(w, found[key])
+    ]
     lines = []
     for what, names in (("missing", missing), ("unexpected", unexpected), ("of another shape or dtype", other)):
         lines += [f"  {what}: {name}" for name in names[:_SHOWN]]
@@ -176,6 +182,12 @@ def _fits(wanted: Wanted, stored: Any) -> bool:
     if _is_number(stored):  # a Python number has no width; whether it fits is seen when it is read
         return wanted.shape == () and not wanted.is_key
     return tuple(stored.shape) == tuple(wanted.stored.shape) and stored.dtype == wanted.stored.dtype
+
+
+def _bloated(wanted: Wanted, stored: Any) -> bool:
+    """Would one chunk, which is read as a whole, take much more memory than the array? No writer makes such chunks."""
+    chunk = getattr(getattr(stored, "storage", None), "chunk_shape", None)
+    return chunk is not None and int(np.prod(chunk, dtype=object)) > 4 * _size(wanted) + _SMALL_CHUNK
 
 
 def _stored_name(key: Key, stored: Any) -> str:

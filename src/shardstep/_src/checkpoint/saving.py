@@ -9,11 +9,7 @@ from __future__ import annotations
 
 import operator
 import os
-import shutil
 import threading
-import warnings
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,56 +24,117 @@ from ..capture.arguments import is_array
 from ..core.errors import ShardstepError
 from ..core.padded import Padded
 from ..core.progress import bar, silent
-from ..planning.plan import Plan
 from ..runtime import processes
 from ..runtime.processes import is_local
-from . import directories, manifest
+from . import directories, manifest, staging
 from .directories import ITEM, MARK, Stored
-from .matching import Expected, Match, expect
+from .retention import Retention
+from .staging import Request, Writing
 
 _POLL = 0.2  # seconds
-
-
-# -- save ---------------------------------------------------------------------------------------------------------
 
 
 class Saving:
     """A checkpoint that is being written."""
 
-    def __init__(self, checkpointer: ocp.AsyncCheckpointer, target: Stored, nbytes: int):
-        self.directory = target.directory
-        self._writing = target.writing
-        self._checkpointer = checkpointer
-        self._nbytes = nbytes
+    def __init__(self, job: _Job):
+        self.directory = job.writing.target.directory
+        self._job = job
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._finish, name="shardstep-save", daemon=False)
         self._thread.start()
 
     def _finish(self) -> None:
         try:
-            self._checkpointer.wait_until_finished()
+            self._job.finish()
         except BaseException as error:
             self._error = error
-        finally:
-            self._checkpointer.close()
 
     @property
     def done(self) -> bool:
         return not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Returns when the checkpoint is whole on disk; raises if it could not be written."""
-        with bar(f"writing {self.directory.name}", self._nbytes) as advance:
+        """Returns when the checkpoint is whole in its place; raises if it could not be written."""
+        with bar(f"writing {self.directory.name}", self._job.nbytes) as advance:
             shown = 0
             while advance is not silent and not self.done:
                 self._thread.join(_POLL)
-                written = _bytes_under(self._writing)
+                written = bytes_under(self._job.writing.directory.parent)
                 advance(max(written - shown, 0))
                 shown = max(written, shown)
             self._thread.join()
         if self._error is not None:
             error, self._error = self._error, None
             raise ShardstepError(f"the checkpoint {self.directory} was not written: {error}") from error
+
+
+class _Job:
+    """What is left to do once the state may be donated. Runs in a thread of its own, on every process."""
+
+    def __init__(
+        self,
+        checkpointer: ocp.AsyncCheckpointer,
+        writing: Writing,
+        cropped: dict[str, tuple[int, ...]],
+        retention: Retention,
+    ):
+        self.writing = writing
+        self.nbytes = 0
+        self._checkpointer = checkpointer
+        self._cropped = cropped
+        self._retention = retention
+
+    def start(self, tree: Any) -> None:
+        """Copy the state to the host: returns when it may be donated."""
+        self.nbytes = sum(x.nbytes for x in jax.tree.leaves(tree) if is_array(x))
+        args: Any = ocp.args.StandardSave(tree)
+        if self.writing.target.step is not None:
+            args = ocp.args.Composite(**{ITEM: args})
+        try:
+            self._checkpointer.save(self.writing.directory, args=args, custom_metadata={MARK: 1})
+        except BaseException as error:
+            self.writing.abandon()
+            if not isinstance(error, Exception) or isinstance(error, MemoryError):
+                raise
+            where = self.writing.target.directory
+            raise ShardstepError(f"the checkpoint {where} was not written: {type(error).__name__}: {error}") from error
+
+    def finish(self) -> None:
+        try:
+            self._checkpointer.wait_until_finished()
+        except BaseException:
+            self.writing.abandon()
+            raise
+        finally:
+            self._checkpointer.close()
+        self._agree(self._commit)
+
+    def _commit(self) -> None:
+        try:
+            _seal(self.writing, self._cropped)
+            self.writing.commit()
+        except BaseException:
+            self.writing.abandon()
+            raise
+        self._retention.apply(self.writing.target)
+
+    def _agree(self, commit: Any) -> None:
+        """The first process commits; how that ended, all processes hear."""
+        word = f"shardstep/save/{self.writing.token}"
+        if not processes.is_first():
+            if problem := processes.hear(word, self.writing.request.timeout):
+                raise ShardstepError(problem)
+            return
+        problem = "the first process failed"
+        try:
+            commit()
+            problem = ""
+        except Exception as error:
+            problem = str(error)
+            raise
+        finally:
+            processes.tell(word, problem)
 
 
 _running: list[Saving] = []  # at most one: saves do not overtake each other
@@ -91,6 +148,8 @@ def save(
     wait: bool = True,
     overwrite: bool = False,
     timeout: float = 600.0,
+    keep: int | None = None,
+    keep_every: int | None = None,
 ) -> Saving:
     """Write the state to a checkpoint.
 
@@ -101,66 +160,62 @@ def save(
         step: the number of the checkpoint.
         wait: return when it is on disk. With False, return as soon as the state may be donated or changed: the rest
             happens in the background, `.wait()` on the result says how it ended, and the next `save` waits for it.
-        overwrite: replace a whole checkpoint of this number. A broken one is always replaced.
+        overwrite: replace a whole checkpoint of this number, once the new one is whole. Broken ones always are.
         timeout: seconds that processes wait for each other to have written their parts.
+        keep: how many numbered checkpoints to keep, this one included; older ones are deleted when this one is whole.
+        keep_every: keep those whose number this divides, besides.
 
     In a run of many processes all of them call it, with the same arguments and a path that all of them see.
     """
-    finish()
-    target = directories.at(_local_path(path), None if step is None else operator.index(step))
-    _make_way(target, overwrite)
+    root, step = directories.root_of(path), checked_step(step)
+    if not timeout >= 1:
+        raise ShardstepError(f"save(timeout={timeout!r}): use a number of seconds, 1 or more")
+    retention = Retention.of(keep, keep_every, step)
+    refuse_donated(state)
     tree, cropped = _to_file(state)
-    args: Any = ocp.args.StandardSave(tree)
-    handler: Any = ocp.StandardCheckpointHandler()
-    if step is not None:
-        args, handler = ocp.args.Composite(**{ITEM: args}), ocp.CompositeCheckpointHandler()
-    options = ocp.options.AsyncOptions(
-        timeout_secs=int(timeout), post_finalization_callback=lambda: _seal(target, cropped)
-    )
-    checkpointer = ocp.AsyncCheckpointer(handler, async_options=options)
-    checkpointer.save(target.directory, args=args, custom_metadata={MARK: 1})
-    saving = Saving(checkpointer, target, sum(x.nbytes for x in jax.tree.leaves(tree) if is_array(x)))
+    finish()
+    writing = staging.begin(Request(directories.at(root, step), overwrite, timeout))
+    job = _Job(_checkpointer(step, timeout), writing, cropped, retention)
+    job.start(tree)
+    saving = Saving(job)
     _running.append(saving)
     if wait:
         finish()
     return saving
 
 
-def _local_path(path: str | os.PathLike[str]) -> Path:
-    if "://" in os.fspath(path):
-        raise ShardstepError(f"{path} is not a directory of a file system; object stores are not supported")
-    return Path(os.path.abspath(path))
+def _checkpointer(step: int | None, timeout: float) -> ocp.AsyncCheckpointer:
+    handler: Any = ocp.StandardCheckpointHandler() if step is None else ocp.CompositeCheckpointHandler()
+    return ocp.AsyncCheckpointer(handler, async_options=ocp.options.AsyncOptions(timeout_secs=int(timeout)))
+
+
+def checked_step(step: Any) -> int | None:
+    """The number of a checkpoint, if it is one."""
+    if step is None:
+        return None
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise ShardstepError(f"step={step!r}: number checkpoints with integers, 0 or more")
+    return number
+
+
+def refuse_donated(state: Any) -> None:
+    """What was given away cannot be written."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        if isinstance(leaf, jax.Array | Padded) and leaf.is_deleted():
+            raise ShardstepError(
+                f"state{keystr(path)} was donated to a step and holds nothing any more: save what the step returned, or"
+                " keep the old state with shardstep.Options(donate=False)"
+            )
 
 
 def finish() -> None:
     """Wait for the save that runs in the background, if one does."""
     while _running:
         _running.pop().wait()
-
-
-def _make_way(target: Stored, overwrite: bool) -> None:
-    """Remove what a run that was killed left behind. What is whole is only replaced when asked to."""
-    refused = ""
-    if processes.is_first():
-        refused = _occupied(target, overwrite)
-        if not refused:
-            shutil.rmtree(target.writing, ignore_errors=True)
-            if target.directory.exists():
-                shutil.rmtree(target.directory)
-    if refused := processes.from_first(refused):
-        raise ShardstepError(refused)
-
-
-def _occupied(target: Stored, overwrite: bool) -> str:
-    """Why this checkpoint cannot be written here; empty if it can."""
-    directory = target.directory
-    if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
-        return ""
-    if not target.is_checkpoint:
-        return f"{directory} holds something that is no checkpoint: pass another path, or number checkpoints with step="
-    if overwrite or target.problem():
-        return ""
-    return f"{directory} already holds a checkpoint: pass another step=, or overwrite=True"
 
 
 def _to_file(state: Any) -> tuple[Any, dict[str, tuple[int, ...]]]:
@@ -191,18 +246,18 @@ def _everywhere() -> NamedSharding:
     return NamedSharding(Mesh(np.asarray(jax.devices()), ("devices",)), PartitionSpec())
 
 
-def _seal(target: Stored, cropped: dict[str, tuple[int, ...]]) -> None:
-    """Last of all, before Orbax gives the checkpoint its name; on the first process alone."""
-    tree = Stored(target.writing, target.step, False).tree
+def _seal(writing: Writing, cropped: dict[str, tuple[int, ...]]) -> None:
+    """Last of all, before the checkpoint gets its name; on the first process alone."""
+    tree = Stored(writing.directory, writing.target.step, True).tree
     if tree is None:
-        raise FileNotFoundError(f"{target.writing} holds no {directories.TREE}")
+        raise FileNotFoundError(f"{writing.directory} holds no {directories.TREE}")
     (tree / "_sharding").unlink(missing_ok=True)  # a layout has no place in the file
     for name, shape in cropped.items():
         _crop(tree, name, shape)
     manifest.write(tree)
 
 
-def _crop(tree: Path, name: str, shape: tuple[int, ...]) -> None:
+def _crop(tree: epath.Path, name: str, shape: tuple[int, ...]) -> None:
     """Remove an array's padding in place. Each replica has written its block; this only changes the bounds."""
     files = {"driver": "file", "path": f"{tree}/"}
     arrays = {"driver": "ocdbt", "base": files, "path": f"{name}/"}
@@ -210,103 +265,8 @@ def _crop(tree: Path, name: str, shape: tuple[int, ...]) -> None:
     opened.resize(exclusive_max=shape).result()
 
 
-def _bytes_under(directory: Path) -> int:
+def bytes_under(directory: epath.Path) -> int:
     try:
         return manifest.total_bytes(directory)
     except OSError:  # files come and go while it is written
         return 0
-
-
-# -- restore ------------------------------------------------------------------------------------------------------
-
-
-def restore(path: str | os.PathLike[str], plan: Plan, *, step: int | None = None) -> Any:
-    """Read a checkpoint into the layouts of a plan: each device reads its own blocks.
-
-    Args:
-        path: what was given to `save`, or any directory that Orbax wrote a checkpoint or numbered checkpoints to.
-        plan: `step.plan(...)` of the training that goes on, for any number of replicas.
-        step: the number of the checkpoint; the newest whole one if None. Broken ones are skipped, with a warning.
-
-    Returns:
-        The state as the step takes it. Where several arguments are state, they come in the container that was saved: a
-        tuple, or a dict by the arguments' names.
-
-    Raises:
-        ShardstepError: there is no whole checkpoint, or it holds another tree than the plan's.
-    """
-    finish()
-    root = _local_path(path)
-    expected = expect(plan)
-    for candidate in _candidates(root, step):
-        problem, state = _try(candidate, expected)
-        if not problem:
-            return state
-        if step is not None:
-            raise ShardstepError(f"the checkpoint {candidate.directory} is broken: {problem}")
-        if processes.is_first():
-            warnings.warn(f"skipping the checkpoint {candidate.directory}: {problem}", stacklevel=2)
-    raise ShardstepError(
-        f"no whole checkpoint in {root}" if step is None else f"no checkpoint of step {step} in {root}"
-    )
-
-
-def latest_step(path: str | os.PathLike[str]) -> int | None:
-    """The number of the newest committed checkpoint under `path`, or None. `restore` may find that it is broken."""
-    root = _local_path(path)
-    found = next((str(s.step) for s in directories.find(root) if s.committed and s.step is not None), "")
-    agreed = processes.from_first(found)
-    return int(agreed) if agreed else None
-
-
-def _candidates(root: Path, step: int | None) -> list[Stored]:
-    """As the first process sees them: a network file system may show others an older state."""
-    found = [s for s in directories.find(root) if step is None or s.step == step]
-    if step is not None:
-        found = found[:1]
-    names = processes.from_first("\n".join(s.directory.name for s in found[:100])).splitlines()
-    by_name = {s.directory.name: s for s in found}
-    missing = Stored(root, step, False)
-    return [by_name.get(name, missing) for name in names]
-
-
-def _try(candidate: Stored, expected: Expected) -> tuple[str, Any]:
-    """(what is wrong, the state). All processes reach the same conclusion."""
-    share = (jax.process_index(), jax.process_count())
-    with bar(f"checking {candidate.directory.name}", _bytes_under(candidate.directory)) as advance:
-        if problem := processes.first_of(candidate.problem(share, advance)):
-            return problem, None
-    tree = candidate.tree
-    assert tree is not None
-    problem, metadata = _caught(lambda: ocp.PyTreeCheckpointHandler().metadata(epath.Path(tree)).tree)
-    if problem:
-        return problem, None
-    match = expected.match(metadata, str(candidate.directory))
-    problem, restored = _caught(lambda: _read(tree, match))
-    return problem, None if problem else match.rebuild(restored)
-
-
-def _caught(read: Callable[[], Any]) -> tuple[str, Any]:
-    """Whatever a damaged file makes Orbax or TensorStore raise; running out of memory is not the file's fault."""
-    result, problem = None, ""
-    try:
-        result = read()
-    except (MemoryError, jax.errors.JaxRuntimeError):
-        raise
-    except Exception as error:
-        problem = f"it cannot be read: {_innermost(error)}"
-    return processes.first_of(problem), result
-
-
-def _innermost(error: BaseException) -> str:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return f"{type(error).__name__}: {str(error)[:500]}"
-
-
-def _read(tree: Path, match: Match) -> Any:
-    """The arrays, block by block into their layouts, in Orbax's view of the tree."""
-    with bar(f"reading {tree.name}", match.nbytes):
-        return ocp.PyTreeCheckpointHandler().restore(
-            epath.Path(tree), args=ocp.args.PyTreeRestore(item=match.item, restore_args=match.restore_args)
-        )

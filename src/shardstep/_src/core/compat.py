@@ -207,6 +207,11 @@ def jitted_mesh(step: Any) -> jax.sharding.Mesh | None:
     return next((mesh for mesh in meshes if isinstance(mesh, jax.sharding.Mesh)), None)
 
 
+def coordination_client() -> Any:
+    """The service through which processes find each other; None where there is only one. Its words need no device."""
+    return importlib.import_module("jax._src.distributed").global_state.client
+
+
 def _jit_info(step: Any) -> Any:
     """What `jax.jit` was told, also where functions are wrapped around the jitted one; None without a jit."""
     while step is not None:

@@ -13,6 +13,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..capture.arguments import shape_of
+from ..core import compat
 from ..core.errors import ShardstepError
 
 _TEXT_BYTES = 1 << 14
@@ -132,6 +133,17 @@ def first_of(text: str) -> str:
         return text
     rows = multihost_utils.process_allgather(_encode(text)).reshape(-1, _TEXT_BYTES)
     return next(filter(None, map(_decode, rows)), "")
+
+
+def tell(word: str, text: str) -> None:
+    """Say something once, to all processes that will `hear` it. From any thread: no device takes part."""
+    if jax.process_count() > 1:
+        compat.coordination_client().key_value_set(word, f"={text[:_TEXT_BYTES]}")
+
+
+def hear(word: str, timeout: float) -> str:
+    """What another process tells; waits for it."""
+    return compat.coordination_client().blocking_key_value_get(word, int(timeout * 1000)).removeprefix("=")
 
 
 def _differing(digests: dict[str, bytes]) -> str:

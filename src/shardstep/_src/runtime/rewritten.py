@@ -19,7 +19,7 @@ from ..core.layout import Axis, Layout, Varying, padded_shape, partition_spec, s
 from ..core.options import Options
 from ..machine.replicas import Replicas
 from ..rules.effects import calls_host
-from . import annotate, in_place, interpreter, processes
+from . import annotate, in_place, interpreter, interrupts, processes
 from .call_cache import CallCache
 from .placing import Resting, fitted, place, returned
 
@@ -45,6 +45,7 @@ class Rewritten:
             if _held(atom.array.shape, layout)
         ]
         self._agreed = False
+        self._has_run = False
         self._retyped: list[NamedSharding] = []  # on the user's mesh, where the program itself cannot return that
         self._call_cache: CallCache | None = None
         if execution.engine == "annotate":
@@ -144,6 +145,15 @@ class Rewritten:
         return arrays
 
     def __call__(self, arrays: Sequence[Any]) -> Any:
+        interrupts.raise_waiting()
+        if not self._has_run:  # compiling takes long, and nothing is donated before it is done
+            outputs = self._call(arrays)
+            self._has_run = True
+            return outputs
+        with interrupts.deferred():
+            return self._call(arrays)
+
+    def _call(self, arrays: Sequence[Any]) -> Any:
         debugging = compat.debugs_nans()
         return self.run(self._checked() if debugging and self.execution.engine != "annotate" else self._run, arrays)
 

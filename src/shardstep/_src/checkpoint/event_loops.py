@@ -1,0 +1,35 @@
+"""Orbax closes its event loop as soon as one array cannot be read, while TensorStore still reads the others.
+
+Each of those then finds the loop closed and prints a traceback. A loop made here finishes what was begun before it
+closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def patient() -> Iterator[None]:
+    """Event loops that are made in this block wait for their tasks when they are closed."""
+    make = asyncio.new_event_loop
+
+    def make_patient() -> asyncio.AbstractEventLoop:
+        loop = make()
+        close = loop.close
+
+        def finish_and_close() -> None:
+            if not loop.is_closed() and not loop.is_running() and (left := asyncio.all_tasks(loop)):
+                loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            close()
+
+        loop.close = finish_and_close  # type: ignore[method-assign]
+        return loop
+
+    asyncio.new_event_loop = make_patient
+    try:
+        yield
+    finally:
+        asyncio.new_event_loop = make
