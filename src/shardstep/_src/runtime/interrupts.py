@@ -2,7 +2,8 @@
 
 An exception that Python raises inside the call, or before the caller has taken hold of the results, would lose both. So
 the interrupt waits: it is raised when the next call begins, before anything is donated, or a moment after this one
-has returned, whichever comes first. In other threads, and where the program has a handler of its own, nothing changes.
+has returned, whichever comes first. A handler that does so takes the place of Python's own when a step is called in the
+main thread; at all other times it does what Python's does. A handler that the program has set is left alone.
 """
 
 from __future__ import annotations
@@ -10,50 +11,69 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 _MOMENT = 0.05  # seconds: for the caller to take hold of the results
 
-_waiting = False
+_waiting: list[bool] = []  # at most one; whoever takes it out raises it, so that it is raised once
+_calls = 0  # that run in the main thread, one inside the other
+_returned = 0.0  # when the last one did
 
 
-def _wait(*_: Any) -> None:
-    global _waiting
-    _waiting = True
+def _handle(number: int, frame: Any) -> None:
+    if not _calls and time.monotonic() - _returned > _MOMENT:
+        signal.default_int_handler(number, frame)
+    _waiting[:] = [True]
+    if not _calls:
+        _raise_later()
+
+
+def _take() -> bool:
+    try:
+        return _waiting.pop()
+    except IndexError:
+        return False
 
 
 def raise_waiting() -> None:
     """The interrupt that came during the last call, if one did."""
-    global _waiting
-    if _waiting and threading.current_thread() is threading.main_thread():
-        _waiting = False
+    if _waiting and threading.current_thread() is threading.main_thread() and _take():
         raise KeyboardInterrupt
 
 
 @contextmanager
 def deferred() -> Iterator[None]:
     """A block that Ctrl-C does not end."""
-    if (
-        threading.current_thread() is not threading.main_thread()
-        or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
-    ):
+    global _calls, _returned
+    if threading.current_thread() is not threading.main_thread() or not _installed():
         yield
         return
-    signal.signal(signal.SIGINT, _wait)
+    _calls += 1
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _returned = time.monotonic()
+        _calls -= 1
         if _waiting:
-            later = threading.Timer(_MOMENT, _again)
-            later.daemon = True
-            later.start()
+            _raise_later()
+
+
+def _installed() -> bool:
+    current = signal.getsignal(signal.SIGINT)
+    if current is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _handle)
+    return current in (_handle, signal.default_int_handler)
+
+
+def _raise_later() -> None:
+    later = threading.Timer(2 * _MOMENT, _again)
+    later.daemon = True
+    later.start()
 
 
 def _again() -> None:
-    global _waiting
-    if _waiting:
-        _waiting = False
+    if _take():
         os.kill(os.getpid(), signal.SIGINT)
