@@ -7,6 +7,8 @@ from jax import lax
 
 from shardstep._src.core import compat
 from shardstep._src.core.layout import Array
+from shardstep._src.core.pieces import Piece
+from shardstep._src.core.program import Program
 from shardstep._src.rules.contract import Site
 
 N = 2
@@ -153,6 +155,7 @@ BY_HAND = {
     "rng_bit_generator": ({"shape": (4, 6)}, [(4,)], [(4,), (4, 6)]),
     "rng_uniform": ({"shape": (4, 6)}, [(), ()], [(4, 6)]),
     "select_and_scatter": (_WINDOW, [(4, 6), (4, 3), ()], [(4, 6)]),
+    "stacked": ({"piece": Piece(Program((), (), ()), (True, False), 4)}, [(4, 6), (6,)], [(4, 6)]),
     "stack": ({"axis": 0}, [(4, 6), (4, 6)], [(2, 4, 6)]),
     "symmetric_product": ({}, [(4, 2, 6), (4, 2, 2)], [(4, 2, 2)]),
     "threefry2x32": ({}, [(4, 6)] * 4, [(4, 6)] * 2),

@@ -142,6 +142,11 @@ def is_backward(sources: Sequence[Any]) -> bool:
     return any("transpose(" in str(s.name_stack) for s in sources)
 
 
+def is_differentiated(sources: Sequence[Any]) -> bool:
+    """Is it part of a function that is differentiated, forward or backward?"""
+    return any(word in str(s.name_stack) for s in sources for word in ("jvp(", "transpose("))
+
+
 def at_source(sources: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
     """Trace under the user's source line, so that profiles of the rewritten step point at the user's code."""
     traceback = next((s.traceback for s in sources if s.traceback is not None), None)

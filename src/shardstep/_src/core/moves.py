@@ -115,6 +115,9 @@ def moves(source: Layout, target: Layout, shape: tuple[int, ...], axes: tuple[Ax
     compiler makes an all-reduce of such a scatter, so it comes when little is left. What is to be split is split before
     anything else is reduced: an all-reduce of a shard is cheaper than one of the whole.
     """
+    if together := _together(source, target):
+        yield together
+        return
     current = list(source)
     undone: list[int] = []
     whole = list(source)  # `current` with what is undone
@@ -209,11 +212,31 @@ def _dims(*placements: Placement) -> set[int]:
 
 
 def _direct(current: list[Placement], target: Layout, k: int) -> bool:
-    """May axis k go from split to split in one all-to-all? Only if no other axis shares either dimension."""
+    """May axis k go from split to split in one all-to-all?
+
+    Not if an axis further in lies on either dimension: it would have to change sides with k. Nor if another one comes
+    to the dimension that k leaves, or leaves the one that k comes to. (There, axes further out are made first.)
+    """
     if Move(k, current[k], target[k]).kind != "all-to-all":
         return False
-    others = _dims(*(p for j, p in enumerate(current) if j != k), *(p for j, p in enumerate(target) if j != k))
-    return not others & _dims(current[k], target[k])
+    left, reached = _dims(current[k]), _dims(target[k])
+    for j, (held, wanted) in enumerate(zip(current, target, strict=True)):
+        if j > k and _dims(held) & (left | reached):
+            return False
+        if j != k and held != wanted and (_dims(wanted) & left or _dims(held) & (left | reached)):
+            return False
+    return True
+
+
+def _together(source: Layout, target: Layout) -> Move | None:
+    """Axes that all go from one dimension to another: one all-to-all over all of them, if no other axis is near."""
+    changing = [k for k in range(len(source)) if source[k] != target[k]]
+    if len(changing) < 2 or len({(source[k], target[k]) for k in changing}) > 1:
+        return None
+    move = Move(changing[0], source[changing[0]], target[changing[0]], tuple(changing[1:]))
+    others = [p for j in range(len(source)) if j not in changing for p in (source[j], target[j])]
+    near = _dims(*others) & _dims(move.source, move.target)
+    return move if move.kind == "all-to-all" and not near else None
 
 
 def layout_cost(source: Layout, target: Layout, array: Array, axes: tuple[Axis, ...]) -> float:

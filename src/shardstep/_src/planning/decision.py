@@ -17,7 +17,7 @@ from ..core.schedule import Schedule
 from ..core.user_shardings import Kept, alike
 from ..machine.memory import memory_limit
 from ..machine.replicas import Replicas
-from . import engines
+from . import engines, ownership
 from .at_rest import ROOM, Policy, Taken, choose_weights, layout_at_rest, pads_state, small_bytes, take_turns
 from .buckets import bucket_bytes, fuse
 from .estimate import estimate
@@ -123,10 +123,24 @@ class Attempt:
 def decide(captured: Captured, replicas: Replicas, weights: str, options: Options) -> Decided:
     """Plan a captured step."""
     problem = Problem.of(captured, replicas, options)
+    chosen = _chosen(problem, weights)
+    stacked = ownership.stacked(captured, problem.unsharded, replicas)
+    if stacked is not captured:
+        owning = replace(problem, captured=stacked)
+        other = _chosen(owning, weights)
+        sooner = ownership.seconds(other.schedule, replicas) < ownership.seconds(chosen.schedule, replicas)
+        if other.fits >= chosen.fits and (sooner or not chosen.fits):
+            problem, chosen = owning, other
+    return _with_engine(problem, chosen)
+
+
+def _chosen(problem: Problem, weights: str) -> Attempt:
+    """The step with its weights at rest as asked, or as the platform and the bytes on the wire suggest."""
+    options, replicas = problem.options, problem.replicas
     chosen = _attempt(problem, *choose_weights(weights, options, replicas.topology.platform))
     if weights == "auto" and options.gather_dtype is None:
         chosen = _reconsidered(problem, chosen)
-    return _with_engine(problem, chosen)
+    return chosen
 
 
 def _reconsidered(problem: Problem, chosen: Attempt) -> Attempt:
@@ -231,6 +245,7 @@ def _question(problem: Problem, chosen: Attempt, shares: bool) -> engines.Questi
         shares=shares,
         explicit=meshes.explicit(replicas.user_mesh) is not None,
         alone=replicas.count == 1 and problem.options.gather_dtype is None,  # one replica rounds as well
+        owned=ownership.saved(decided, replicas),
     )
 
 

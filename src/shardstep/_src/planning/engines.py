@@ -49,6 +49,7 @@ class Question:
     shares: bool = True  # would any state be sharded at rest, left to XLA?
     explicit: bool = False  # are shardings part of the types around the step?
     alone: bool = False  # is there one replica only?
+    owned: float = 0.0  # work that each matrix's owner does alone: bytes that could be sent while all repeat it
 
 
 def choose(asked: str, question: Question) -> Choice:
@@ -71,6 +72,8 @@ def choose(asked: str, question: Question) -> Choice:
         return Choice("rewrite", f"{more}; left to XLA, which does not pad, no state would be sharded at rest")
     if ours <= ENOUGH * question.annotated or question.uneven:
         return Choice("rewrite", f"{more}; left to XLA it would not send less")
+    if ours <= question.annotated + question.owned:
+        return Choice("rewrite", f"{more}; left to XLA every replica would repeat the work that is owned here")
     return Choice("annotate", f"{more}; left to XLA it should send {size(question.annotated)}")
 
 

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 from ..core import compat
 from ..core.layout import Array
+from ..core.pieces import STACKED
+from ..core.program import Program
 
 
 class Call(NamedTuple):
@@ -82,9 +84,25 @@ def _fft(call: Call) -> float:
     return 5.0 * array.size * math.log2(max(math.prod(call.params["fft_lengths"]), 2))
 
 
+def _stack(call: Call) -> float:
+    """The piece, for each row."""
+    return call.outputs[0].shape[0] * program_flops(call.params["piece"].program)
+
+
+def program_flops(program: Program) -> float:
+    """Of a whole program; loops as often as they run, of branches the most expensive."""
+    total = 0.0
+    for e in program.equations:
+        inside = [program_flops(body) for body in e.bodies]
+        counted = flops(e.primitive, e.params, [a.array for a in e.inputs], [v.array for v in e.outputs])
+        total += counted + e.params.get("length", 1) * max(inside, default=0.0)
+    return total
+
+
 _P = compat.primitives
 
 _COUNTS: dict[Any, Callable[[Call], float]] = {
+    STACKED: _stack,
     **dict.fromkeys(_P("dot_general"), _dot),
     **dict.fromkeys(_P("conv_general_dilated"), _convolution),
     **dict.fromkeys(_P("ragged_dot_general"), _ragged),

@@ -10,6 +10,7 @@ replica i holds `[:, i, :]`. A reshape does not touch the row, so whatever dimen
 The others rename dimensions, and touch the split one or not:
 
     transpose, squeeze, stack, ...   the split follows its dimension
+    unstack, split along its rows    cut along a dimension of the rows first: one all-to-all for all of them
     pad, slice, rev, concatenate     the split stays on dimensions that are left whole
     broadcast, iota, empty           new dimensions are born split where their readers want them so
     any of them, of a partial        moving elements commutes with the sum (max, min): still partial
@@ -139,6 +140,17 @@ def _unstacked(site: Site, split: Split) -> Split | None:
     return None if split.dim == site.axis else split.on(split.dim - (split.dim > site.axis), split.outer)
 
 
+def unstack(site: Site, placements: tuple[Placement, ...]) -> Decision | Sequence[Decision] | None:
+    """Rows that lie apart on different replicas are cut another way first, as their readers want them, or gathered."""
+    if not any(s.dim == site.axis and not s.batch for s in splits(placements)):
+        return movement(_unstacked)(site, placements)
+    wanted = [w for w in dict.fromkeys(site.wants) if w is not None] or [
+        Split(d) for d in range(site.outputs[0].ndim) if divides(site.outputs[0].shape, Split(d), site.n)
+    ][:1]
+    cut = [_stacked(site, split) for split in wanted]
+    return [*(_split(site, s, split, None) for s, split in zip(cut, wanted, strict=True)), replicate(site)]
+
+
 def _tiled(site: Site, split: Split) -> Split:
     """Copies stand before what they copy: `(reps, outer, n, inner)`."""
     return split.on(split.dim, split.outer * site.reps[split.dim])
@@ -255,7 +267,7 @@ register(reshape, *_P("reshape"))
 register(movement(_transposed), *_P("transpose"))
 register(movement(_squeezed), *_P("squeeze"))
 register(movement(_stacked), *_P("stack"))
-register(movement(_unstacked), *_P("unstack"))
+register(unstack, *_P("unstack"))
 register(movement(_tiled, copies=True), *_P("tile"))
 register(movement(_beside(_padded)), *_P("pad"))
 register(movement(_beside(_sliced), "limit_indices"), *_P("slice"))

@@ -41,7 +41,7 @@ from .boundary import Boundary
 from .meetings import Meetings
 from .memo import Conversion, Memo, MemoKey, Outcome, Preferences
 from .preferences import due_at_the_end, no_preferences, preferences_of
-from .rule_queries import combinations, localise, valid_decisions, work
+from .rule_queries import combinations, localise, repeated, valid_decisions, work
 from .values import Values
 
 _DRAW = compat.primitive("random_bits")
@@ -225,7 +225,7 @@ class Forward(Values):
                 preference.future(placement, array, axis)
                 for preference, placement, array in zip(preferences, decision.results, site.outputs, strict=True)
             )
-            return yields(decision), moved, work(site, decision)
+            return yields(decision), moved + repeated(site, decision), work(site, decision)
 
         def in_vain(decision: Decision) -> bool:
             """A loop gathers a table once for all iterations; a sum is reduced for the sake of its other terms too."""

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from ...core.layout import REPLICATED, VARYING, Array, Partial, Placement, Split, cut, divides, is_padded, local_shape
+from ...core.pieces import STACKED
 from ...rules import Decision, Site, replicate, rule_for
 from ...rules.contract import minds_padding, speaks_of_replicas
 
@@ -63,6 +64,14 @@ def work(site: Site, decision: Decision) -> float:
     """Elements touched per replica: of two right answers that move the same bytes, take the smaller."""
     pairs = zip(site.inputs + site.outputs, decision.operands + decision.results, strict=True)
     return sum(a.size / (site.n if isinstance(p, Split) else 1) for a, p in pairs)
+
+
+def repeated(site: Site, decision: Decision) -> float:
+    """What a stack of equal work costs per replica, in bytes that could be sent in the same time."""
+    if site.primitive is not STACKED:
+        return 0.0
+    owned = any(isinstance(p, Split) for p in decision.operands)
+    return site.piece.worth * site.outputs[0].shape[0] / (site.n if owned else 1)
 
 
 def trial_for(site: Site, r: int, split: Split) -> Decision | None:

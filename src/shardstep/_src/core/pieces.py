@@ -1,0 +1,103 @@
+"""A piece of a step that is done to several values alike, as one equation on their stack.
+
+`stacked` is an equation whose operands and results have one more dimension in front than the piece itself, one row for
+each of the values (operands that all of them share have none). Rows never meet: that is what `jax.vmap` promises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
+
+from . import compat
+from .layout import Array
+from .program import Atom, Equation, Literal, Program
+
+STACKED = Primitive("stacked")  # never bound: its rule says what is emitted instead
+STACKED.multiple_results = True
+
+_SCAN, _WHILE = (compat.primitive(name) for name in ("scan", "while"))
+Cast = Callable[[Any], Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """What is done to one value, and which of its inputs come one per value."""
+
+    program: Program
+    stacked: tuple[bool, ...]  # of the inputs; the others are shared by all rows
+    count: int  # rows that are read afterwards; the rest are copies, so that the replicas divide the stack
+    worth: float = 0.0  # what one row costs to repeat: bytes that could be sent in the same time
+
+    def __str__(self) -> str:
+        return f"{self.count} x {len(self.program.equations)} equations"
+
+
+def along(array: Array, rows: int) -> Array:
+    """The array of a stack."""
+    return Array((rows, *array.shape), array.dtype)
+
+
+def run_stacked(piece: Piece, arrays: Sequence[Any], cast: Cast) -> list[Any]:
+    """The piece on every row. `cast` gives values the type that JAX wants of what differs between replicas."""
+    axes = [0 if stacked else None for stacked in piece.stacked]
+    if not any(piece.stacked):
+        return evaluate(piece.program, arrays, cast)
+    return jax.vmap(lambda *row: evaluate(piece.program, row, cast), in_axes=axes)(*arrays)
+
+
+def evaluate(program: Program, arrays: Sequence[Any], cast: Cast) -> list[Any]:
+    """Bind every equation, bodies included: a loop is traced anew, so that its types fit where it runs."""
+    env: dict[Any, Any] = dict(zip(program.inputs, arrays, strict=True))
+    env.update((var, value) for var, value in program.constants)
+
+    def read(atom: Atom) -> Any:
+        return np.asarray(atom.value, atom.array.dtype) if isinstance(atom, Literal) else env[atom]
+
+    for equation in program.equations:
+        with compat.at_source(equation.sources):
+            operands = [read(a) for a in equation.inputs]
+            results = _bind(equation, [cast(x) for x in operands], cast)
+        env.update(zip(equation.outputs, results, strict=True))
+    return [cast(read(a)) for a in program.outputs]
+
+
+def _bind(equation: Equation, operands: list[Any], cast: Cast) -> Sequence[Any]:
+    if not equation.bodies:
+        found = equation.primitive.bind(*operands, **equation.params)
+        return found if equation.primitive.multiple_results else [found]
+    run = [lambda *xs, body=body: evaluate(body, xs, cast) for body in equation.bodies]
+    if equation.primitive is _SCAN:
+        return _scan(equation, operands, run[0])
+    if equation.primitive is _WHILE:
+        return _while(equation, operands, *run)
+    index = operands[0]
+    index = index.astype("int32") if index.dtype == bool else index
+    return lax.switch(index, run, *operands[1:])
+
+
+def _scan(equation: Equation, operands: list[Any], body: Callable[..., list[Any]]) -> list[Any]:
+    consts, carries = compat.scan_counts(equation.params)
+    fixed, init, xs = operands[:consts], operands[consts : consts + carries], operands[consts + carries :]
+
+    def iterate(carry: Any, x: Any) -> tuple[Any, Any]:
+        out = body(*fixed, *carry, *x)
+        return out[:carries], out[carries:]
+
+    how = {name: equation.params[name] for name in ("length", "reverse", "unroll")}
+    carry, ys = lax.scan(iterate, init, xs, **how)
+    return [*carry, *ys]
+
+
+def _while(
+    equation: Equation, operands: list[Any], test: Callable[..., list[Any]], body: Callable[..., list[Any]]
+) -> list[Any]:
+    tests, fixed = equation.params["cond_nconsts"], equation.params["body_nconsts"]
+    for_test, for_body, init = operands[:tests], operands[tests : tests + fixed], operands[tests + fixed :]
+    return lax.while_loop(lambda c: test(*for_test, *c)[0], lambda c: body(*for_body, *c), init)

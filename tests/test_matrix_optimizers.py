@@ -1,0 +1,192 @@
+"""Optimizers that multiply and factorize whole matrices: each replica owns some of the matrices, the numbers are jit's.
+
+The models are tiny, so that owning their matrices would not pay: `owning` makes products look slow.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import matrix_zoo as zoo
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import Mesh
+
+import shardstep
+from shardstep._src.machine import links
+from shardstep._src.tools.hlo import collectives, counts
+
+SHAPE = (8, 12)
+SPLIT_ALL = shardstep.Options(min_shard_bytes=16)
+
+
+@pytest.fixture
+def owning(monkeypatch):
+    slow = links.Peak(*[1e5] * 4)
+    monkeypatch.setitem(links.CHIPS, "cpu", links.CHIPS["cpu"]._replace(peak=slow))
+
+
+def replicas(n):
+    return Mesh(np.array(jax.devices()[:n]), ("data",))
+
+
+def trained(step, state, batch, steps=3):
+    for _ in range(steps):
+        state, value = step(state, batch)
+    return shardstep.logical(state), value
+
+
+def assert_same_training(step, state, batch, sharded, tolerance=1e-4):
+    """Every weight has gone the same way, relative to the longest way that an element of it has gone."""
+    (theirs, _), value = trained(jax.jit(step), state, batch)
+    (ours, _), our_value = trained(sharded, state, batch)
+    for a, b, start in zip(*map(jax.tree.leaves, (ours, theirs, state[0])), strict=True):
+        way = np.abs(b - start).max()
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * way)
+    np.testing.assert_allclose(our_value, value, rtol=1e-5)
+
+
+def sent(plan):
+    return Counter(c.kind for c in plan.collectives)
+
+
+def example(name, count=3, stacked=False):
+    optimizer = optax.contrib.muon(0.02) if name == "optax" else zoo.transformation(name, vmapped=stacked)
+    step, state = zoo.training(optimizer, zoo.layers(count, SHAPE, stacked))
+    return step, state, zoo.examples(120, SHAPE[0])
+
+
+QUICK = {("muon_scan", 8), ("muon_unrolled", 5), ("shampoo_every_2", 8), ("soap", 3), ("kron", 8), ("kfac", 2)}
+CASES = [(name, n) for name in ("optax", *zoo.OPTIMIZERS) for n in (2, 3, 5, 8) if name != "muon_bf16"]
+
+
+@pytest.mark.parametrize(
+    ("name", "n"), [pytest.param(*c, marks=[] if c in QUICK else pytest.mark.thorough) for c in CASES]
+)
+def test_matrices_are_owned_and_the_numbers_are_those_of_jit(owning, quick_to_compile, name, n):
+    step, state, batch = example(name)
+    sharded = shardstep.shard(step, replicas(n), options=SPLIT_ALL)
+    plan = sharded.plan(state, batch)
+    assert "stacked" in {c.purpose for c in plan.collectives} and not plan.fallbacks
+    assert_same_training(step, state, batch, sharded)
+
+
+def test_six_leaves_of_one_shape_take_one_all_to_all_in_and_one_out(owning):
+    step, state, batch = example("muon_fori")
+    sharded = shardstep.shard(step, replicas(8), options=SPLIT_ALL)
+    found = counts(collectives(sharded.lower(state, batch).compile().as_text()))
+    assert found == {"reduce-scatter": 1, "all-reduce": 1, "all-gather": 1, "all-to-all": 2}
+    elementwise, state, batch = *zoo.training(optax.sgd(0.1, 0.9), zoo.layers(3, SHAPE)), batch
+    before = shardstep.shard(elementwise, replicas(8), options=SPLIT_ALL).plan(state, batch).wire_bytes.sharded
+    after = sharded.plan(*example("muon_fori")[1:]).wire_bytes.sharded
+    assert after <= (1 + 2 / 8) * before
+
+
+def test_the_work_of_the_update_is_shared(owning):
+    """Six matrices on eight replicas: each has one, or a copy that nobody reads."""
+    shape = (96, 128)
+    step, state = zoo.training(zoo.transformation("muon_unrolled"), zoo.layers(3, shape))
+    batch = zoo.examples(16, shape[0])
+
+    def flops(f, *args):
+        return f.lower(*args).compile().cost_analysis()["flops"]
+
+    grads = jax.jit(lambda state, batch: jax.grad(zoo.loss)(state[0], batch))
+    whole, passes = flops(jax.jit(step), state, batch), flops(grads, state, batch)
+    ours = flops(shardstep.shard(step, replicas(8), options=SPLIT_ALL), state, batch)
+    assert ours <= (1.4 * (whole - passes) + passes) / 8
+
+
+def test_gradients_without_momentum_are_scattered_to_the_owners(owning):
+    step, state, batch = example("muon_without_momentum")
+    plan = shardstep.shard(step, replicas(8), options=SPLIT_ALL).plan(state, batch)
+    assert sent(plan)["reduce-scatter"] == 1 and sent(plan)["all-to-all"] <= 1
+
+
+def test_small_matrices_are_repeated():
+    """Messages would take longer than the products."""
+    step, state, batch = example("muon_scan")
+    plan = shardstep.shard(step, replicas(8), options=SPLIT_ALL).plan(state, batch)
+    assert not sent(plan)["all-to-all"]
+
+
+def test_large_matrices_are_owned():
+    """The same, without any help: by the figures of the machine."""
+    step, state = zoo.training(zoo.transformation("muon_scan"), zoo.layers(3, (192, 512)))
+    plan = shardstep.shard(step, replicas(8)).plan(state, zoo.examples(16, 192))
+    assert sent(plan)["all-to-all"] == 2
+
+
+@pytest.mark.parametrize("how", [{"weights": "sharded"}, {"group": 4}, {"mesh": (2, 4)}, {"mesh": (2, 4), "group": 4}])
+def test_owning_goes_with_every_way_of_sharding(owning, quick_to_compile, how):
+    step, state, batch = example("muon_scan")
+    how = dict(how)
+    shape = how.pop("mesh", (8,))
+    mesh = jax.make_mesh(shape, ("a", "b")[: len(shape)], axis_types=(jax.sharding.AxisType.Auto,) * len(shape))
+    sharded = shardstep.shard(step, mesh, options=SPLIT_ALL, **how)
+    plan = sharded.plan(state, batch)
+    assert "stacked" in {c.purpose for c in plan.collectives}
+    assert sum(c.bytes for c in plan.collectives if c.kind == "all-gather" and c.purpose == "stacked") == 0
+    assert_same_training(step, state, batch, sharded)
+
+
+def test_all_leaves_in_one_condition(owning, quick_to_compile):
+    """Preconditioners of the whole tree that are recomputed every other step: matrices move only then."""
+    init, update = zoo.OPTIMIZERS["spectral_clip"]
+
+    def tree_update(grads, state, params=None):
+        def clipped():
+            done = [update(g, m, state["count"]) if g.ndim == 2 else (g, m) for g, m in zip(leaves, old, strict=True)]
+            return [u for u, _ in done], [m for _, m in done]
+
+        leaves, tree = jax.tree.flatten(grads)
+        old = state["leaves"]
+        updates, new = lax.cond(state["count"] % 2 == 0, clipped, lambda: (leaves, old))
+        updates = jax.tree.unflatten(tree, [-0.1 * u for u in updates])
+        return updates, {"count": state["count"] + 1, "leaves": new}
+
+    def tree_init(params):
+        return {"count": jnp.zeros((), jnp.int32), "leaves": [init(w) for w in jax.tree.leaves(params)]}
+
+    step, state = zoo.training(optax.GradientTransformation(tree_init, tree_update), zoo.layers(3, SHAPE))
+    batch = zoo.examples(120, SHAPE[0])
+    sharded = shardstep.shard(step, replicas(8), options=SPLIT_ALL)
+    inside = [c for c in sharded.plan(state, batch).collectives if c.purpose == "stacked"]
+    assert inside and all(c.loop.startswith("cond") for c in inside)
+    assert_same_training(step, state, batch, sharded)
+
+
+def test_several_steps_in_a_scan(owning, quick_to_compile):
+    step, state, batch = example("muon_scan")
+
+    def steps(state, batches):
+        state, values = lax.scan(step, state, batches)
+        return state, values[-1]
+
+    batches = jax.tree.map(lambda x: jnp.stack([x, x[::-1]]), batch)
+    sharded = shardstep.shard(steps, replicas(8), batch_argnums=1, batch_axis=1, options=SPLIT_ALL)
+    assert "stacked" in {c.purpose for c in sharded.plan(state, batches).collectives}
+    assert_same_training(steps, state, batches, sharded)
+
+
+def test_two_updates_one_after_the_other_are_two_stacks(owning, quick_to_compile):
+    """Isomorphic pieces that wait for one another cannot run at once."""
+    step, state, batch = example("muon_scan")
+
+    def twice(state, batch):
+        return step(step(state, batch)[0], batch)
+
+    sharded = shardstep.shard(twice, replicas(8), options=SPLIT_ALL)
+    assert sent(sharded.plan(state, batch))["all-to-all"] == 4
+    assert_same_training(twice, state, batch, sharded)
+
+
+def test_repeated_runs_are_bit_equal(owning):
+    step, state, batch = example("muon_scan")
+    sharded = shardstep.shard(step, replicas(8), options=SPLIT_ALL)
+    first, second = (jax.tree.leaves(trained(sharded, state, batch)) for _ in range(2))
+    assert all((a == b).all() for a, b in zip(first, second, strict=True))
