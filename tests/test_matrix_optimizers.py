@@ -86,6 +86,23 @@ def test_six_leaves_of_one_shape_take_one_all_to_all_in_and_one_out(owning):
     assert after <= (1 + 2 / 8) * before
 
 
+def test_the_plan_says_who_owns_what(owning):
+    step, state, batch = example("muon_scan")
+    plan = shardstep.shard(step, replicas(4), options=SPLIT_ALL).plan(state, batch)
+    (owned,) = plan.owned
+    assert (owned.shape, owned.count, owned.held, owned.padding) == (SHAPE, 6, 2, 2) and not owned.repeated
+    assert owned.flops_after == pytest.approx(owned.flops_before / 3) and "matrix_zoo.py" in owned.line
+    assert "6 x float32[8,12]: 2 per replica (2 copies as padding)" in str(plan)
+
+
+def test_the_plan_says_what_is_repeated_and_why():
+    step, state, batch = example("muon_scan")
+    plan = shardstep.shard(step, replicas(4), options=SPLIT_ALL).plan(state, batch)
+    (owned,) = plan.owned
+    assert owned.repeated and owned.flops_after == owned.flops_before
+    assert "6 x float32[8,12]: repeated by every replica" in str(plan)
+
+
 def test_the_work_of_the_update_is_shared(owning):
     """Six matrices on eight replicas: each has one, or a copy that nobody reads."""
     shape = (96, 128)

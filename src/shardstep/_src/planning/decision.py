@@ -22,6 +22,7 @@ from .at_rest import ROOM, Policy, Taken, choose_weights, layout_at_rest, pads_s
 from .buckets import bucket_bytes, fuse
 from .estimate import estimate
 from .formatting import size
+from .plan import Owned
 from .precision import travel_in
 from .propagation.boundary import Boundary
 from .propagation.forward import schedule
@@ -48,6 +49,7 @@ class Decided:
     donated: Mapping[int, int]  # the outputs that may be written over an input, and over which
     memory: int | None  # bytes that a device may use
     fits: bool  # is the predicted peak within that?
+    owned: tuple[Owned, ...] = ()  # whole matrices that the update needs, and who has them
 
     @property
     def execution(self) -> Execution:
@@ -125,13 +127,15 @@ def decide(captured: Captured, replicas: Replicas, weights: str, options: Option
     problem = Problem.of(captured, replicas, options)
     chosen = _chosen(problem, weights)
     stacked = ownership.stacked(captured, problem.unsharded, replicas)
-    if stacked is not captured:
-        owning = replace(problem, captured=stacked)
-        other = _chosen(owning, weights)
-        sooner = ownership.seconds(other.schedule, replicas) < ownership.seconds(chosen.schedule, replicas)
-        if other.fits >= chosen.fits and (sooner or not chosen.fits):
-            problem, chosen = owning, other
-    return _with_engine(problem, chosen)
+    if stacked is captured:
+        return _with_engine(problem, chosen)
+    owning = replace(problem, captured=stacked)
+    other = _chosen(owning, weights)
+    times = [ownership.seconds(attempt.schedule, replicas) for attempt in (other, chosen)]
+    taken = other.fits >= chosen.fits and (times[0] < times[1] or not chosen.fits)
+    owned = ownership.owners(other.schedule, taken, *times)
+    decided = _with_engine(owning, other) if taken else _with_engine(problem, chosen)
+    return replace(decided, owned=owned if decided.engine.engine == "rewrite" else ())
 
 
 def _chosen(problem: Problem, weights: str) -> Attempt:

@@ -62,6 +62,7 @@ def describe(captured: Captured, decided: Decided, replicas: Replicas) -> Plan:
         engine=decided.engine.engine,
         why_engine=decided.engine.why,
         notes=(replicas.note,) if replicas.note else (),
+        owned=decided.owned,
         timeline=segments(told),
         timeline_before=segments(moments(baseline)),
         update=update_lines(told, dict(zip(inputs, captured.paths, strict=True))),

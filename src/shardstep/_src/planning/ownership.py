@@ -7,19 +7,21 @@ each replica owns some of the matrices (`capture/stacking.py` finds them). Both 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ..capture.stacking import stack
 from ..capture.step import Captured
 from ..core import compat, passes
 from ..core.layout import Array, block_shape
-from ..core.pieces import STACKED
+from ..core.pieces import STACKED, Piece
 from ..core.program import Equation, Program
 from ..core.schedule import Schedule, Step
 from ..machine.replicas import Replicas
 from .costs import wire_time
 from .flops import flops, program_flops
+from .formatting import duration
+from .plan import Owned
 
 _COND = compat.primitive("cond")
 
@@ -93,6 +95,39 @@ def saved(schedule: Schedule, replicas: Replicas) -> float:
             piece = step.equation.params["piece"]
             total += piece.worth * (piece.count - step.ruling.blocks[0].shape[0])
     return total
+
+
+def owners(schedule: Schedule, taken: bool, owned: float, repeated: float) -> tuple[Owned, ...]:
+    """Who does what, for the plan: `taken` if this is the schedule that runs; the seconds of either way."""
+    told = f"{duration(owned)} owned, {duration(repeated)} repeated (wire and products, predicted)"
+    found: dict[Owned, None] = {}
+    for step in _stacks(schedule):
+        piece: Piece = step.equation.params["piece"]
+        height, held = step.equation.outputs[0].array.shape[0], step.ruling.blocks[0].shape[0]
+        largest = max((v.array for v in piece.program.inputs), key=lambda a: a.size)
+        each = program_flops(piece.program)
+        mine = taken and held < height
+        entry = Owned(
+            shape=largest.shape,
+            dtype=str(largest.dtype),
+            count=piece.count,
+            held=held if mine else piece.count,
+            padding=height - piece.count if mine else 0,
+            flops_before=piece.count * each,
+            flops_after=(held if mine else piece.count) * each,
+            line=step.equation.line,
+            why=told,
+        )
+        found[entry] = None
+    return tuple(found)
+
+
+def _stacks(schedule: Schedule) -> Iterator[Step]:
+    for step in schedule.steps:
+        if step.equation.primitive is STACKED:
+            yield step
+        for body in step.bodies:
+            yield from _stacks(body)
 
 
 def _inside(step: Step, bodies: Sequence[float]) -> float:

@@ -60,6 +60,31 @@ class Total:
 
 
 @dataclass(frozen=True)
+class Owned:
+    """Equal work on several matrices (Muon, Shampoo, ...): who does it.
+
+    `count` matrices of one shape are treated alike by the code at `line`. Each replica holds `held` of them in turn,
+    whole; where the replicas do not divide them, `padding` copies that nobody reads fill the stack. If every replica
+    repeats all of it, because that is faster, `held` is `count`. `why` has the seconds of both.
+    """
+
+    shape: tuple[int, ...]  # of the largest matrix that enters; of the piece that `line` is in
+    dtype: str
+    count: int
+    held: int  # per replica
+    padding: int
+    flops_before: float  # per replica and step
+    flops_after: float
+    line: str
+    why: str
+
+    @property
+    def repeated(self) -> bool:
+        """Does every replica do all of it?"""
+        return self.held == self.count and not self.padding
+
+
+@dataclass(frozen=True)
 class Plan:
     """What shardstep will do with a step. `str(plan)` is a table; `to_json()` holds all of it.
 
@@ -88,6 +113,7 @@ class Plan:
     memory: int | None = None  # bytes that a device may use
     axis_seconds: tuple[tuple[str, float], ...] = ()  # how long the links of each data axis are busy, of several
     notes: tuple[str, ...] = ()
+    owned: tuple[Owned, ...] = ()  # whole matrices that the update needs, and who has them
     timeline: tuple[Segment, ...] = ()  # the sharded step in order
     timeline_before: tuple[Segment, ...] = ()  # the replicated one
     update: tuple[Line, ...] = ()  # the update, equation by equation

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from .formatting import array, duration, size
-from .plan import Plan, Total
+from .formatting import array, count, duration, size
+from .plan import Owned, Plan, Total
 
 
 def _change(total: Total) -> str:
@@ -76,17 +76,27 @@ def table(plan: Plan) -> str:
     moved = Counter[tuple[str, str, str]]()
     for c in plan.collectives:
         moved[c.kind, c.dtype, c.loop] += round(c.bytes)
-    for (kind, dtype, loop), count in grouped.items():
+    for (kind, dtype, loop), number in grouped.items():
         inside = f"  in each iteration of {loop}" if loop else ""
-        lines.append(f"  {count} x {kind} {dtype}, {size(moved[kind, dtype, loop])}{inside}")
+        lines.append(f"  {number} x {kind} {dtype}, {size(moved[kind, dtype, loop])}{inside}")
     if plan.engine == "annotate":
         lines.append("  XLA's own: see step.lower(...).compile().as_text()")
     elif not plan.collectives:
         lines.append("  none")
+    if plan.owned:
+        lines += ["", "whole matrices in the update", *(f"  {_owner(o)}" for o in plan.owned)]
     if plan.fallbacks:
         lines += ["", "not sharded"]
         lines += [f"  {f.primitive} at {f.line}: {f.why} ({size(f.bytes)} gathered)" for f in plan.fallbacks]
     return "\n".join(lines)
+
+
+def _owner(o: Owned) -> str:
+    """`12 x float32[192,512]: 2 per replica (4 copies as padding), 146G -> 24.3G flops per replica, train.py:12`"""
+    filled = f" ({o.padding} copies as padding)" if o.padding else ""
+    who = "repeated by every replica" if o.repeated else f"{o.held} per replica{filled}"
+    work = f"{count(o.flops_before)} -> {count(o.flops_after)} flops per replica"
+    return f"{o.count} x {array(o.dtype, o.shape)}: {who}, {work}; {o.why}; {o.line}"
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
