@@ -3,11 +3,16 @@
 import importlib
 import re
 import sys
+import warnings
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+
+import shardstep
+from shardstep._src.tools.commands.explain import all_devices, plan_for
+from shardstep._src.tools.commands.target import shapes
 
 ROOT = Path(__file__).parent.parent
 STEPS = 20
@@ -44,6 +49,38 @@ def test_an_example(name, monkeypatch, tmp_path):
     assert np.mean(ours[-3:]) < 0.8 * ours[0]
 
 
+def test_llama_learns_to_count(monkeypatch):
+    example = load("llama", monkeypatch)
+    ours, theirs = example.main(STEPS), example.main(STEPS, plain=True)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-2)  # bfloat16
+    assert ours[-1] < ours[0] - 0.1
+
+
+@pytest.mark.parametrize(
+    ("model", "topology", "fits"), [("llama_7b", "v5p:2x2x2", True), ("llama_7b", "v2:2x2", False)]
+)
+def test_llama_is_planned_by_shapes_within_memory(model, topology, fits, monkeypatch):
+    """Weights and moments of 7 billion parameters take 9.4 GiB on each of 8 devices; a core of v2 has 8."""
+    factory = getattr(load("llama", monkeypatch), model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plan = plan_for(shapes(factory), all_devices(), topology).plan
+    assert plan.fits == fits
+    assert 9.4 * 2**30 < plan.peak_bytes.sharded < 16 * 2**30 < plan.peak_bytes.replicated
+    gathers = [c for c in plan.collectives if c.kind == "all-gather" and c.loop]
+    assert gathers and {c.dtype for c in gathers} == {"bfloat16"} and {c.times for c in gathers} == {32}
+
+
+def test_llama_is_planned_for_fewer_examples_than_replicas(monkeypatch):
+    """Two axes of the torus would cut the heads, and the second finds too little left of them."""
+    llama = load("llama", monkeypatch)
+    step, (state, _) = llama.tiny()
+    options = shardstep.Options(topology="v5p:2x2x2", min_shard_bytes=0)
+    one = jax.ShapeDtypeStruct((1, llama.TINY.length + 1), np.int32)
+    plan = shardstep.shard(step, all_devices(), batch_argnums=1, options=options).plan(state, one)
+    assert plan.wire_bytes.sharded > 0
+
+
 def test_checkpoint_and_resume(monkeypatch, tmp_path):
     """A run that was stopped after its last checkpoint goes on as if nothing had been."""
     example = load("optax_only", monkeypatch)
@@ -67,7 +104,7 @@ def test_an_example_is_short(path):
 
 
 def test_every_example_is_tested():
-    others = {"loop", "distributed", "torch_module"}  # tested elsewhere, or needing what CI does not install
+    others = {"loop", "distributed", "torch_module", "llama"}  # tested elsewhere, or needing what CI does not install
     assert {p.stem for p in (ROOT / "examples").glob("*.py")} == {*EXAMPLES, *others}
 
 

@@ -38,6 +38,9 @@ def valid_decisions(site: Site, placements: tuple[Placement, ...]) -> Iterator[D
             return
     if any(map(is_padded, placements)) and not minds_padding(site.primitive):
         return
+    offered = zip(site.inputs, placements, strict=True)
+    if any(isinstance(p, Split) and not divides(a.shape, p, site.n) for a, p in offered):
+        return  # another axis has cut this dimension already, and left too little
     found = rule(site, placements) if rule else None
     if found is None:
         return
