@@ -1,6 +1,7 @@
 """One replica of many on one GPU: what a replica's own work costs, replicated, ZeRO-1 by hand, shardstep.
 
     python benchmarks/gpu_replica.py --out results/gpu          # one GPU, about seven minutes
+    python benchmarks/gpu_replica.py --workload scanned --replicas 8 --out results/gpu  # layers that are scanned
     python benchmarks/gpu_replica.py --claim --out results/gpu  # SGD and momentum: does Adam cost what they cost?
     python benchmarks/gpu_replica.py --smoke --out /tmp/smoke   # tiny sizes on simulated CPU devices
 
@@ -25,7 +26,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,11 @@ def main() -> None:
         child(workload, int(replicas), optimizer, args)
         return
     started, results = time.monotonic(), []
-    groups = [group for group in (CLAIM if args.claim else ADAM) if args.only in (None, group[0])]
+    groups = [
+        group
+        for group in (CLAIM if args.claim else ADAM)
+        if args.only in (None, group[0]) and args.replicas in (None, group[1])
+    ]
     for i, (workload, replicas, optimizer) in enumerate(groups):
         left = args.deadline - (time.monotonic() - started)
         # what is left is shared out, but a transformer compiles longer than six matrices do
@@ -69,7 +74,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--deadline", type=float, default=460, help="seconds for everything (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=5, help="steps of a variant in each round")
-    parser.add_argument("--only", choices=sorted(WORKLOADS))
+    parser.add_argument("--workload", "--only", dest="only", choices=sorted(WORKLOADS))
+    parser.add_argument("--replicas", type=int, help="one replica of this many only")
     parser.add_argument("--claim", action="store_true", help="SGD and momentum instead of Adam, one replica of 8")
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--group", help=argparse.SUPPRESS)
@@ -132,6 +138,10 @@ class Workload:
     params: Any  # shapes
     moments: Any  # shapes
     batch: Any  # shapes, of the whole batch
+    optimizer: Any  # Optax's
+    loss: Callable[..., Any] | None = (
+        None  # (params, batch, gathered) -> loss, where it can be written by hand (`expert`)
+    )
 
 
 def child(name: str, replicas: int, optimizer: str, args: argparse.Namespace) -> None:
@@ -163,6 +173,8 @@ def child(name: str, replicas: int, optimizer: str, args: argparse.Namespace) ->
         found.write_text(json.dumps(result, indent=1))
 
     for variant, build in VARIANTS.items():
+        if variant == "expert" and workload.loss is None:
+            continue
         try:
             started = time.monotonic()
             step, shardings, batch = build(workload, mesh)
@@ -187,7 +199,7 @@ def called(compiled: Any, variant: str) -> Callable[..., Any]:
         return compiled
 
     def step(state: Any, batch: Any) -> Any:
-        results = compiled(*jax.tree.leaves((state, batch)))
+        results = compiled._inner(*jax.tree.leaves((state, batch)))
         return jax.tree.unflatten(jax.tree.structure((state, 0)), results)
 
     return step
@@ -307,7 +319,7 @@ def training(loss: Callable[..., Any], params: Any, name: str, batch: Any) -> Wo
         updates, moments = optimizer.update(grads, moments, params)
         return (optax.apply_updates(params, updates), moments), value
 
-    return Workload(step, params, jax.eval_shape(optimizer.init, params), batch)
+    return Workload(step, params, jax.eval_shape(optimizer.init, params), batch, optimizer)
 
 
 def six(replicas: int, optimizer: str, smoke: bool) -> Workload:
@@ -375,24 +387,25 @@ def scanned(replicas: int, optimizer: str, smoke: bool) -> Workload:
 
     width, layers, heads, vocabulary, length = (64, 4, 4, 512, 32) if smoke else (2048, 24, 16, 32000, 1024)
 
-    def product(x: jax.Array, w: jax.Array) -> jax.Array:
-        return x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)
+    def read(w: jax.Array) -> jax.Array:
+        return w.astype(jnp.bfloat16)
 
     def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
         x32 = x.astype(jnp.float32)
         return (x32 * jax.lax.rsqrt(jnp.mean(x32**2, -1, keepdims=True) + 1e-6) * scale).astype(jnp.bfloat16)
 
-    @jax.checkpoint
-    def layer(x: jax.Array, w: dict[str, jax.Array]) -> tuple[jax.Array, None]:
-        qkv = product(norm(x, w["attention_norm"]), w["qkv"]).reshape(*x.shape[:2], 3, heads, width // heads)
+    def layer(x: jax.Array, w: dict[str, jax.Array], read: Callable[..., Any]) -> tuple[jax.Array, None]:
+        qkv = (norm(x, w["attention_norm"]) @ read(w["qkv"])).reshape(*x.shape[:2], 3, heads, width // heads)
         mixed = jax.nn.dot_product_attention(*jnp.moveaxis(qkv, 2, 0), is_causal=True)
-        x = x + product(mixed.reshape(x.shape), w["out"])
-        return x + product(jax.nn.gelu(product(norm(x, w["mlp_norm"]), w["up"])), w["down"]), None
+        x = x + mixed.reshape(x.shape) @ read(w["out"])
+        return x + jax.nn.gelu(norm(x, w["mlp_norm"]) @ read(w["up"])) @ read(w["down"]), None
 
-    def loss(params: Any, tokens: jax.Array) -> jax.Array:
-        x = params["embed"].astype(jnp.bfloat16)[tokens[:, :-1]]
-        x, _ = jax.lax.scan(layer, x, params["layers"])
-        logits = product(norm(x, params["norm"]), params["embed"].T).astype(jnp.float32)
+    def loss(params: Any, tokens: jax.Array, read: Callable[..., Any] = read) -> jax.Array:
+        """`read` makes of a weight what a product takes: bfloat16, and gathered where that is done by hand."""
+        embed = read(params["embed"])
+        x = embed[tokens[:, :-1]]
+        x, _ = jax.lax.scan(jax.checkpoint(lambda x, w: layer(x, w, read)), x, params["layers"])
+        logits = (norm(x, params["norm"]) @ embed.T).astype(jnp.float32)
         return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]))
 
     def weight(*shape: int) -> jax.ShapeDtypeStruct:
@@ -407,7 +420,8 @@ def scanned(replicas: int, optimizer: str, smoke: bool) -> Workload:
         "mlp_norm": weight(layers, width),
     }
     params = {"embed": weight(vocabulary, width), "norm": weight(width), "layers": stack}
-    return training(loss, params, optimizer, jax.ShapeDtypeStruct((4 * replicas, length + 1), jnp.int32))
+    tokens = jax.ShapeDtypeStruct((4 * replicas, length + 1), jnp.int32)
+    return replace(training(loss, params, optimizer, tokens), loss=loss)
 
 
 WORKLOADS = {"six": six, "transformer": transformer, "scanned": scanned}
@@ -454,6 +468,42 @@ def fsdp(workload: Workload, mesh: Any) -> tuple[Any, Any, Any]:
     return step, state, by_example
 
 
+def expert(workload: Workload, mesh: Any) -> tuple[Any, Any, Any]:
+    """What somebody who knows the model writes with `shard_map`: each layer is gathered in bfloat16 inside the loop,
+    again in the backward pass, where its gradient is scattered (the transpose of a gather). Norms are replicated.
+    """
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    def spec(path: Any, x: Any) -> Any:
+        """Matrices by rows; a stack of them beside its layers."""
+        if len(x.shape) < 2 or "norm" in jax.tree_util.keystr(path):
+            return named(mesh).spec
+        return named(mesh, *[None] * (len(x.shape) - 2), "data").spec
+
+    def read(w: Any) -> Any:
+        """A block of rows in, the whole matrix out."""
+        return jax.lax.all_gather(w.astype(jnp.bfloat16), "data", axis=0, tiled=True)
+
+    assert workload.loss is not None
+    loss, state = workload.loss, (workload.params, workload.moments)
+    specs = jax.tree_util.tree_map_with_path(spec, state)
+
+    def step(state: Any, batch: Any) -> Any:
+        params, moments = state
+        mean = lambda p: jax.lax.pmean(loss(p, batch, read), "data")  # noqa: E731
+        value, grads = jax.value_and_grad(mean)(params)
+        updates, moments = workload.optimizer.update(grads, moments, params)
+        return (optax.apply_updates(params, updates), moments), value
+
+    spread = jax.shard_map(
+        step, mesh=mesh, in_specs=(specs, named(mesh, "data").spec), out_specs=(specs, named(mesh).spec)
+    )
+    shardings = jax.tree.map(lambda s: named(mesh, *s), specs)
+    return jax.jit(spread, donate_argnums=0), shardings, named(mesh, "data")
+
+
 def sharded(weights: str) -> Callable[..., Any]:
     def build(workload: Workload, mesh: Any) -> tuple[Any, Any, Any]:
         import shardstep
@@ -476,8 +526,10 @@ VARIANTS = {
     "replicated": replicated,
     "zero1": zero1,
     "fsdp": fsdp,
+    "expert": expert,
     "shardstep": sharded("replicated"),
     "shardstep-sharded": sharded("sharded"),
+    "shardstep-auto": sharded("auto"),
 }
 
 
