@@ -74,6 +74,7 @@ class Collective:
     loop: str = ""  # the loop or branch it is inside of, if any
     times: int = 1  # how often a step does it (a while loop counts once)
     shapes: tuple[tuple[int, ...], ...] = ()  # of the values that travel in it
+    carries: tuple[tuple[str, str], ...] = ()  # what they are, (gradient of, path), where it was asked for
 
     @property
     def total(self) -> float:
@@ -215,9 +216,16 @@ class Schedule:
     @functools.cached_property
     def sent(self) -> tuple[tuple[Collective, ...], ...]:
         """What is communicated before each step, and last before the outputs."""
+        return tuple(tuple(c for _, c in found) if found else () for found in self.bundled)
+
+    @functools.cached_property
+    def bundled(self) -> tuple[tuple[tuple[Bundle, Collective], ...], ...]:
+        """The same, each beside the transfers that share it."""
         readers = [*(step.equation for step in self.steps), None]
         return tuple(
-            tuple(c for bundle in bundles for c in _communicated(bundle, reader, self.axes)) if bundles else ()
+            tuple((bundle, c) for bundle in bundles for c in _communicated(bundle, reader, self.axes))
+            if bundles
+            else ()
             for reader, bundles in zip(readers, self.transfers, strict=True)
         )
 

@@ -18,6 +18,7 @@ from ..core.schedule import Fallback, Schedule
 from ..core.user_shardings import Kept, joined, show_kept
 from ..machine.replicas import Replicas
 from . import engines
+from .carried import carried
 from .costs import axis_times, update_time, wire_time
 from .decision import Decided
 from .estimate import estimate
@@ -45,7 +46,7 @@ def describe(captured: Captured, decided: Decided, replicas: Replicas) -> Plan:
         weights=decided.weights,
         why_weights=decided.why_weights,
         leaves=leaves,
-        collectives=ours.collectives if rewritten else (),
+        collectives=carried(ours, captured, decided.roles) if rewritten else (),
         fallbacks=_merged(ours.fallbacks) if rewritten else (),
         state_bytes=Total(sum(x.bytes_before for x in state), sum(x.bytes_after for x in state)),
         wire_bytes=Total(engines.sent(baseline), decided.wire_bytes),

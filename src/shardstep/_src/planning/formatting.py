@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 
 def size(nbytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(nbytes) < 1024 or unit == "GiB":
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(nbytes) < 1024 or unit == "TiB":
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
         nbytes /= 1024
     raise AssertionError
 
 
 def count(number: float) -> str:
-    """12, 3.4k, 65.1M, 1.2G."""
-    for unit in ("", "k", "M", "G"):
-        if abs(number) < 1000 or unit == "G":
+    """12, 3.4k, 65.1M, 1.2G, 3.0T."""
+    for unit in ("", "k", "M", "G", "T"):
+        if abs(number) < 1000 or unit == "T":
             return f"{number:.0f}" if not unit else f"{number:.1f}{unit}"
         number /= 1000
     raise AssertionError

@@ -190,7 +190,8 @@ def broadcast_in_dim(site: Site, placements: tuple[Placement, ...]) -> Sequence[
         dim = int(dims[found[0].dim])
         if operand.shape[found[0].dim] != whole.shape[dim]:
             return None  # every replica needs copies of the one padded row
-        return lands(found[0], found[0].on(dim, found[0].outer))
+        landing = found[0].on(dim, found[0].outer)
+        return lands(found[0], landing) if divides(whole.shape, landing, site.n) else None
     if partials(placements) and not _grows(site):
         return jointly(site, placements)
     if (want := _wanted(site)) is None:

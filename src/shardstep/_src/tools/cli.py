@@ -57,9 +57,9 @@ def user_line(error: Exception) -> str:
 
 
 EXPLAIN = """\
-Says before training starts what shardstep will do with a step: memory and bytes on the wire before and after, every
-leaf, every collective with your source line, and what could not be sharded and why. It works from shapes alone: no
-weights are created.
+Says before training starts what shardstep will do with a step. A verdict first: does it fit, what is kept and sent
+before and after, what was not sharded and why. Then the leaves that hold most and what is sent, with your source lines.
+It works from shapes alone: no weights are created.
 
 PROGRAM names a function without arguments that returns (step, example_args); arrays or jax.ShapeDtypeStructs.
 """
@@ -69,6 +69,7 @@ examples:
   shardstep explain train.py:example                        8 simulated devices
   shardstep explain train.py:example --replicas 1024        a cluster you do not have
   shardstep explain train.py:example --topology v5e:16x16   or a TPU pod, with predicted times
+  shardstep explain train.py:example --weights sharded      if weights were kept sharded, too
   shardstep explain train.py:example --html report.html     the same as a page
   shardstep explain mypackage.train:example --json | jq .state_bytes
 """
@@ -142,8 +143,9 @@ def parser() -> argparse.ArgumentParser:
     where.add_argument(
         "--topology", metavar="NAME", help="plan for a machine: v5e:16x16, v5p:4x4x4, h200:8x8 (hosts x GPUs)"
     )
-    explain.add_argument("--no-compile", action="store_true", help="do not ask the TPU compiler, if it is installed")
+    explain.add_argument("--weights", choices=("auto", "replicated", "sharded"), help="how weights are kept at rest")
     explain.add_argument("--all", action="store_true", help="every leaf and every collective, not groups of them")
+    explain.add_argument("--compile", action="store_true", help="ask the TPU compiler, too (with a TPU's --topology)")
     explain.add_argument("--json", action="store_true", help="the whole plan as JSON")
     explain.add_argument("--html", metavar="FILE", help="write the report as one HTML file")
 
@@ -173,9 +175,10 @@ def parser() -> argparse.ArgumentParser:
 def run_explain(args: argparse.Namespace) -> int:
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # read when libtpu is loaded: there is no TPU to ask about
     simulate_devices(machine_size(args.topology) if args.topology else args.replicas or args.devices)
-    from .commands.explain import explain
+    from .commands.explain import Request, explain
 
-    return explain(args.program, args.topology, args.all, args.json, args.html, not args.no_compile)
+    settings = {"weights": args.weights} if args.weights else {}
+    return explain(Request(args.program, args.topology, args.all, args.json, args.html, args.compile, settings))
 
 
 def machine_size(name: str) -> int:

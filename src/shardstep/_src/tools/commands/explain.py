@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import jax
@@ -30,49 +30,75 @@ class Explained:
     notes: tuple[str, ...]
 
 
-def explain(name: str, topology: str | None, every: bool, as_json: bool, html: str | None, compiled: bool) -> int:
-    """Plan the program `name` for all devices, taken for those of a topology if one is named, and show the plan."""
-    target.require_place("--html", html)
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for."""
+
+    program: str
+    topology: str | None = None  # the devices are taken for those of this machine
+    every: bool = False  # each leaf and collective, not groups of them
+    as_json: bool = False
+    html: str | None = None
+    compile: bool = False  # ask the TPU compiler, too
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of `shard`, instead of the program's own
+
+
+def explain(asked: Request) -> int:
+    """Plan a program for all devices and show the plan."""
+    target.require_place("--html", asked.html)
+    check_compiler(asked)
     with undisturbed():
-        found = plan_program(target.find(name), all_devices(), topology)
+        found = plan_program(target.find(asked.program), all_devices(), asked.topology, asked.settings)
     plan, notes = found.plan, found.notes
     compilations: tuple[ahead.Compiled, ...] = ()
-    if compiled and topology is not None and ahead.available(topology):
-        compilations = ahead.compile_all(found.program, topology)
-    if html is not None:
-        plan.to_html(html, title=name, notes=notes)
-    if as_json:
+    if asked.compile and asked.topology is not None:
+        compilations = ahead.compile_all(found.program, asked.topology)
+    if asked.html is not None:
+        plan.to_html(asked.html, title=asked.program, notes=notes)
+    if asked.as_json:
         more = {"notes": [*plan.notes, *notes], "compiled": [asdict(c) for c in compilations]}
-        print(json.dumps({"program": name, **json.loads(plan.to_json()), **more}, indent=1))
+        print(json.dumps({"program": asked.program, **json.loads(plan.to_json()), **more}, indent=1))
         return 0
     console = console_for()
-    for part in render(plan, every, notes):
+    for part in render(plan, asked.every, notes):
         console.print(part)
     if compilations:
-        console.print(ahead.table(compilations, topology or ""))
-    if html is not None:
-        console.print(f"Report: {html}", soft_wrap=True)
+        console.print(ahead.table(compilations, asked.topology or ""))
+    if asked.html is not None:
+        console.print(f"Report: {asked.html}", soft_wrap=True)
     return 0
+
+
+def check_compiler(asked: Request) -> None:
+    if asked.compile and (asked.topology is None or not ahead.available(asked.topology)):
+        raise target.UsageError(
+            "--compile asks the TPU compiler: name a TPU with --topology, and install it with pip install"
+            " 'shardstep[tpu]'"
+        )
 
 
 def all_devices() -> Mesh:
     return Mesh(np.asarray(jax.devices()), ("data",))
 
 
-def plan_program(factory: Callable[[], Any], mesh: Mesh, topology: str | None = None) -> Explained:
+def plan_program(
+    factory: Callable[[], Any], mesh: Mesh, topology: str | None = None, settings: Mapping[str, Any] | None = None
+) -> Explained:
     """From shapes alone where the factory allows it."""
     try:
-        return plan_for(target.shapes(factory), mesh, topology)
+        return plan_for(target.shapes(factory), mesh, topology, settings)
     except Exception as error:  # whatever it is, the program on real values has the last word
-        found = plan_for(target.call(factory), mesh, topology)
+        found = plan_for(target.call(factory), mesh, topology, settings)
         why = f"{type(error).__name__}: {error}".splitlines()[0][:100]
         note = f"the factory does not run on shapes alone ({why}), so it was run for real"
         return replace(found, notes=(*found.notes, note))
 
 
-def plan_for(program: target.Target, mesh: Mesh, topology: str | None = None) -> Explained:
+def plan_for(
+    program: target.Target, mesh: Mesh, topology: str | None = None, settings: Mapping[str, Any] | None = None
+) -> Explained:
     """The plan for as many examples as the replicas can share evenly."""
-    sharded = program.sharded(mesh, topology)
+    sharded = program.sharded(mesh, topology, **(settings or {}))
     try:
         examples = sharded.program(program.args, {})[0].captured.batch
     except IndivisibleBatch as error:

@@ -1,4 +1,7 @@
-"""The plan on a terminal, with rich. In a pipe it is plain text without colours."""
+"""The plan on a terminal, with rich: a verdict, then the ten leaves that matter, then what is sent.
+
+In a pipe it is plain text without colours. Everything fits 80 columns.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,19 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ...planning.formatting import array, count, duration, size
-from .summary import LEFT_TO_XLA, advice, groups, left_to_xla, runs, short_line
+from ...planning.formatting import array, size
+from .summary import LEFT_TO_XLA, Cargo, advice, cargoes, families, short_line
+from .verdict import verdict
 
 if TYPE_CHECKING:
-    from ...planning.plan import Leaf, Plan, Total
+    from ...planning.plan import Plan
 
-ROWS = 40  # of a table, unless all are asked for
-PIPE = 140  # columns where nobody says how many there are
+ROWS = 10  # of a table, unless all are asked for
+PIPE = 80  # columns where nobody says how many there are
 
 
 def console_for() -> Console:
@@ -31,112 +35,110 @@ def console_for() -> Console:
 def render(plan: Plan, every: bool = False, notes: Sequence[str] = ()) -> Iterator[RenderableType]:
     """The parts of the report, top to bottom."""
     yield headline(plan)
-    for note in filter(None, (left_to_xla(plan), *plan.notes, *notes)):
+    for note in (*plan.notes, *notes):
         yield Text(f"Note: {note}", style="yellow")
-    yield leaf_table(plan, every)
-    if plan.engine == "annotate":
-        yield Text(f"{LEFT_TO_XLA}. The bytes sent are an estimate.\n")
+    yield from leaf_table(plan, every)
+    if plan.replicas == 1:
+        yield Text("\nNothing is sent.")
         return
-    yield collective_table(plan, every)
-    yield fallback_table(plan) if plan.fallbacks else Text("Everything that could be sharded is. No fallbacks.\n")
+    if plan.engine == "annotate":
+        yield Text(f"\n{LEFT_TO_XLA}.")
+        return
+    yield from collective_table(plan, every)
+    if plan.fallbacks:
+        yield from fallback_table(plan)
 
 
 def headline(plan: Plan) -> Table:
-    table = Table(title=f"shardstep on {plan.replicas} replicas", title_justify="left", title_style="bold")
-    for name in ("per replica, each step", "replicated", "sharded", ""):
-        table.add_column(name, justify="left" if name.startswith("per replica") else "right")
-    table.add_row("state", *_change(plan.state_bytes))
-    table.add_row("sent on the wire", *_change(plan.wire_bytes))
-    times = plan.update_seconds, plan.wire_seconds
-    for name, t in zip(("predicted: update", "predicted: wire"), times, strict=True):
-        table.add_row(name, duration(t.replicated), duration(t.sharded), _factor(t))
-    work = plan.update_flops
-    table.add_row("update work", f"{count(work.replicated)} elements", f"{count(work.sharded)} elements", _factor(work))
-    table.add_row("optimizer state that is sharded", "", f"{plan.auxiliary_share:.1%}", "")
-    table.caption = (
-        f"Machine: {plan.topology}. State is shared by {plan.group} replicas: {plan.why_group}.\n"
-        f"Weights at rest: {plan.weights} ({plan.why_weights})."
-    )
-    table.caption_justify = "left"
+    """The verdict."""
+    table = Table.grid(padding=(0, 1))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    title = f"shardstep on {plan.replicas} {'replica' if plan.replicas == 1 else 'replicas'}"
+    table.title, table.title_justify, table.title_style = f"{title}: {plan.topology}", "left", "bold"
+    for sentence in verdict(plan):
+        style = "bold red" if sentence.worse else "bold" if sentence.topic == "Verdict" else ""
+        table.add_row(Text(sentence.topic, style=style or "bold"), Text(sentence.text, style=style))
     return table
 
 
-def _change(total: Total) -> tuple[str, str, str]:
-    return size(total.replicated), size(total.sharded), _factor(total)
-
-
-def _factor(total: Total) -> str:
-    return f"{total.ratio:.0%}"
-
-
-def leaf_table(plan: Plan, every: bool) -> Group:
-    """The leaves; what applies to many of them is said once, below."""
-    table = _table("Leaves", "leaf", "array", "role", "at rest", "bytes per replica", "why")
-    table.columns[4].justify = "right"
-    reasons: dict[str, int] = {}
+def leaf_table(plan: Plan, every: bool) -> Iterator[RenderableType]:
+    """The modules that hold most; with `every`, each leaf by its full path, with the reasons."""
     if every:
-        rows = [_leaf_row(leaf.path, leaf, leaf.bytes_before, leaf.bytes_after, 1, reasons) for leaf in plan.leaves]
-    else:
-        found = groups(plan.leaves)
-        rows = [_leaf_row(g.path, g.first, g.bytes_before, g.bytes_after, len(g.leaves), reasons) for g in found]
-    _fill(table, rows, every)
-    legend = [Text(f" {number}  {reason}", style="dim") for reason, number in reasons.items()]
-    return Group(table, *legend, Text())
+        yield from _every_leaf(plan)
+        return
+    yield _title("Kept per device: weights with their optimizer state")
+    table = _table("module", "array", "at rest")
+    for name in ("before", "after"):
+        table.add_column(name, justify="right", header_style="dim", no_wrap=True)
+    found = families(plan)
+    for family in found[:ROWS]:
+        path = family.path if family.count == 1 else f"{family.path} x {family.count}"
+        style = _style(family.before, family.after)
+        sizes = (Text(size(n), style=style) for n in (family.before, family.after))
+        table.add_row(*map(Text, (path, family.array, family.layout)), *sizes)
+    if rest := found[ROWS:]:
+        held = sum(f.before for f in rest), sum(f.after for f in rest)
+        table.add_row(f"{sum(f.count for f in rest)} others (--all)", "", "", *map(size, held))
+    yield table
 
 
-def _leaf_row(path: str, leaf: Leaf, before: int, after: int, count: int, reasons: dict[str, int]) -> tuple[Text, ...]:
-    change = size(after) if before == after else f"{size(before)} -> {size(after)}"
-    times = f" x {count}" if count > 1 else ""
-    style = "green" if after < before and leaf.role != "batch" else ""
-    why = str(reasons.setdefault(leaf.reason, len(reasons) + 1))
-    cells = (path + times, array(leaf.dtype, leaf.shape), leaf.role, leaf.layout, change, why)
-    return tuple(Text(cell, style=style if i in (3, 4) else "") for i, cell in enumerate(cells))
+def _every_leaf(plan: Plan) -> Iterator[RenderableType]:
+    yield _title("Kept per device")
+    table = _table("leaf", "array", "role", "at rest")
+    for name in ("before", "after"):
+        table.add_column(name, justify="right", header_style="dim", no_wrap=True)
+    reasons: dict[str, list[str]] = {}
+    for leaf in plan.leaves:
+        style = "" if leaf.role == "batch" else _style(leaf.bytes_before, leaf.bytes_after)
+        sizes = (Text(size(n), style=style) for n in (leaf.bytes_before, leaf.bytes_after))
+        table.add_row(*map(Text, (leaf.path, array(leaf.dtype, leaf.shape), leaf.role, leaf.layout)), *sizes)
+        reasons.setdefault(leaf.reason, []).append(leaf.path)
+    yield table
+    for reason, paths in reasons.items():
+        more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+        yield Text(f"{paths[0]}{more}: {reason}", style="dim")
 
 
-def collective_table(plan: Plan, every: bool) -> RenderableType:
+def _style(before: int, after: int) -> str:
+    return "green" if after < before else "bold red" if after > before else ""
+
+
+def collective_table(plan: Plan, every: bool) -> Iterator[RenderableType]:
     if not plan.collectives:
-        return Text("Nothing is sent.\n")
-    table = _table("Collectives, in program order", "collective", "dtype", "sent", "for", "line", "inside")
+        yield Text("\nNothing is sent.")
+        return
+    yield _title("Sent per device and step")
+    table = _table("what", "how")
+    table.add_column("bytes", justify="right", header_style="dim", no_wrap=True)
+    table.add_column("line", overflow="fold", header_style="dim")
+    found: Sequence[Cargo] = cargoes(plan)
+    if not every:
+        found = sorted(found, key=lambda cargo: -cargo.bytes)
+    for cargo in found if every else found[:ROWS]:
+        line = short_line(cargo.line) if every else short_line(cargo.line).split(" ")[0]
+        table.add_row(*map(Text, (cargo.what, cargo.how, size(cargo.bytes), line)))
+    if not every and len(found) > ROWS:
+        rest = found[ROWS:]
+        table.add_row(f"{sum(c.count for c in rest)} others (--all)", "", size(sum(c.bytes for c in rest)), "")
+    yield table
+
+
+def fallback_table(plan: Plan) -> Iterator[RenderableType]:
+    yield _title("Not sharded")
+    table = _table("operation", "line", "gathered", "why, and what to do")
     table.columns[2].justify = "right"
-    rows = []
-    for run in runs(plan.collectives):
-        c = run.first
-        kind = c.kind if run.count == 1 else f"{c.kind} x {run.count}"
-        often = f"{short_loop(c.loop)}, {c.times} times" if c.loop and c.times > 1 else short_loop(c.loop)
-        rows.append(
-            tuple(Text(x) for x in (kind, c.dtype, size(run.bytes), c.purpose, short_line(c.line) or "-", often))
-        )
-    _fill(table, rows, every)
-    if not any(c.loop for c in plan.collectives):
-        table.columns.pop()
-    return table
+    for f in sorted(plan.fallbacks, key=lambda f: -f.bytes):
+        table.add_row(*map(Text, (f.primitive, short_line(f.line), size(f.bytes), f"{f.why}: {advice(f)}")))
+    yield table
 
 
-def short_loop(loop: str) -> str:
-    primitive, at, line = loop.partition(" at ")
-    return f"{primitive} {short_line(line)}" if at else loop
+def _title(text: str) -> Text:
+    return Text(f"\n{text}", style="bold")
 
 
-def fallback_table(plan: Plan) -> Table:
-    table = _table("Not sharded", "primitive", "line", "why", "gathered", "what to do")
-    table.columns[3].justify = "right"
-    for f in plan.fallbacks:
-        cells = (f.primitive, short_line(f.line), f.why, size(f.bytes), advice(f))
-        table.add_row(*map(Text, cells))
-    return table
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold")
+def _table(*columns: str) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0))
     for column in columns:
-        table.add_column(column, overflow="fold")
+        table.add_column(column, overflow="fold", header_style="dim")
     return table
-
-
-def _fill(table: Table, rows: Sequence[tuple[Text, ...]], every: bool) -> None:
-    shown = rows if every else rows[:ROWS]
-    for row in shown:
-        table.add_row(*row)
-    if len(rows) > len(shown):
-        table.caption = f"{len(rows) - len(shown)} more rows: --all shows them"
-        table.caption_justify = "left"

@@ -1,0 +1,145 @@
+"""The answer before the details: does it fit, what is kept and sent, what it costs, what was not sharded.
+
+The same sentences head the terminal's report and the page. What is worse than the replicated step comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ...planning.formatting import duration, size
+from .summary import left_to_xla, short_line
+
+if TYPE_CHECKING:
+    from ...planning.plan import Leaf, Plan, Total
+
+STATE = ("weight", "auxiliary", "frozen")
+LENGTH = 70  # of a sentence, beside its topic in 80 columns
+_SAME = 0.005  # a difference that nobody would notice
+_SMALL = 0.01  # of the state: what stays whole and is smaller needs no explanation of its own
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """One line of the verdict: a topic, and what there is to say about it."""
+
+    topic: str
+    text: str
+    worse: bool = False  # than the replicated step, or than the device can hold
+
+
+def verdict(plan: Plan) -> list[Sentence]:
+    """At most nine sentences of one line each, the worst first."""
+    if plan.replicas == 1:
+        return [Sentence("Verdict", "one replica: there is nothing to share, so the step runs as it is"), *_fit(plan)]
+    found = [*_fit(plan), *_totals(plan), *_times(plan), *_weights(plan), *_whole(plan), *_fallbacks(plan)]
+    return [_headline(plan, found), *sorted(found, key=lambda s: not s.worse)]
+
+
+def _headline(plan: Plan, found: list[Sentence]) -> Sentence:
+    if any(s.worse for s in found):
+        worse = " and ".join(s.topic.lower() for s in found if s.worse)
+        return Sentence("Verdict", f"worse than the replicated step: {worse}", True)
+    if not any(_split(leaf) for leaf in plan.leaves if leaf.role in STATE):
+        return Sentence("Verdict", "nothing is sharded: the step runs as replicated data parallelism")
+    saved = plan.state_bytes.replicated / max(plan.state_bytes.sharded, 1)
+    sent = "the same communication" if _same(plan.wire_bytes) else "less communication"
+    return Sentence("Verdict", f"{saved:.2g}x less state per device with {sent}")
+
+
+def _fit(plan: Plan) -> Iterator[Sentence]:
+    """Does the step fit? Only where a peak was predicted."""
+    peak: Total | None = getattr(plan, "peak_bytes", None)
+    memory: int | None = getattr(plan, "memory", None)
+    if peak is None:
+        return
+    if memory is None:
+        text = f"predicted peak {size(peak.sharded)} per device; replicated {size(peak.replicated)}"
+        yield Sentence("Memory", text)
+        return
+    fits = peak.sharded <= memory
+    before = "" if peak.replicated <= memory else ", which would not fit"
+    room = f"of {size(memory)}" if fits else f"but a device has {size(memory)}"
+    text = f"predicted peak {size(peak.sharded)} {room}; replicated {size(peak.replicated)}{before}"
+    yield Sentence("Fits" if fits else "Does not fit", text, not fits)
+
+
+def _totals(plan: Plan) -> Iterator[Sentence]:
+    weights = sum(leaf.bytes_after for leaf in plan.leaves if leaf.role in ("weight", "frozen"))
+    parts = f", of which weights {size(weights)}" if weights else ""
+    yield Sentence("Kept", f"per device {_change(plan.state_bytes)}{parts}", _more(plan.state_bytes))
+    note = ", an estimate: XLA chooses" if plan.engine == "annotate" else ""
+    yield Sentence("Sent", f"per device and step {_change(plan.wire_bytes)}{note}", _more(plan.wire_bytes))
+
+
+def _times(plan: Plan) -> Iterator[Sentence]:
+    step: Total | None = getattr(plan, "step_seconds", None)
+    update, wire = plan.update_seconds, plan.wire_seconds
+    if step is not None and step.sharded:
+        share = f"update {update.sharded / step.sharded:.0%}, wire {wire.sharded / step.sharded:.0%}"
+        text = f"{duration(step.replicated)} -> {duration(step.sharded)} predicted, of which {share}"
+        yield Sentence("Step", text, _more(step))
+        return
+    text = f"update {_pair(update)}, wire {_pair(wire)} (predicted)"
+    both = type(update)(update.replicated + wire.replicated, update.sharded + wire.sharded)
+    yield Sentence("Time", text, _more(both))
+
+
+def _weights(plan: Plan) -> Iterator[Sentence]:
+    yield Sentence("Weights", cropped(f"{plan.weights} at rest: {plan.why_weights}"))
+    if left := left_to_xla(plan):
+        yield Sentence("Engine", cropped(left))
+
+
+def _whole(plan: Plan) -> Iterator[Sentence]:
+    """State that could be shared and is not."""
+    whole = [leaf for leaf in plan.leaves if leaf.role == "auxiliary" and not _split(leaf)]
+    nbytes, total = sum(leaf.bytes_after for leaf in whole), plan.state_bytes.replicated
+    if not whole:
+        yield Sentence("Whole", "nothing: all of the optimizer state is sharded")
+        return
+    largest = max(whole, key=lambda leaf: leaf.bytes_after)
+    leaves = "1 leaf" if len(whole) == 1 else f"{len(whole)} leaves"
+    why = "all small" if nbytes <= _SMALL * total else largest.reason.split(":")[0]
+    yield Sentence("Whole", cropped(f"{leaves} of optimizer state, {size(nbytes)} in all ({why})"))
+
+
+def _fallbacks(plan: Plan) -> Iterator[Sentence]:
+    if plan.engine == "annotate":
+        return
+    if not plan.fallbacks:
+        yield Sentence("Gathered", "nothing: every operation of the update runs on shards")
+        return
+    first = max(plan.fallbacks, key=lambda f: f.bytes)
+    more = f" and {len(plan.fallbacks) - 1} more" if len(plan.fallbacks) > 1 else ""
+    sent = size(sum(f.bytes for f in plan.fallbacks))
+    line = short_line(first.line).split(" ")[0]
+    yield Sentence("Gathered", cropped(f"{sent} for {first.primitive} at {line}{more}, which runs on whole arrays"))
+
+
+def cropped(text: str) -> str:
+    """At most one line; `--all` and the page say the rest."""
+    return text if len(text) <= LENGTH else f"{text[: LENGTH - 3].rstrip(' ,:;')}..."
+
+
+def _split(leaf: Leaf) -> bool:
+    return "split" in leaf.layout
+
+
+def _change(total: Total) -> str:
+    share = f"{total.ratio:.0%}" if total.ratio >= 0.01 else f"{total.ratio:.1%}"
+    return f"{size(total.replicated)} -> {size(total.sharded)} ({share})"
+
+
+def _pair(total: Total) -> str:
+    return f"{duration(total.replicated)} -> {duration(total.sharded)}"
+
+
+def _same(total: Total) -> bool:
+    return abs(total.sharded - total.replicated) <= _SAME * total.replicated
+
+
+def _more(total: Total) -> bool:
+    return total.sharded > total.replicated and not _same(total)
