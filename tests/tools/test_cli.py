@@ -135,6 +135,18 @@ def test_weights_may_be_asked_for(main):
     assert "sharded at rest: as asked" in out
 
 
+def test_memory_may_be_limited(main):
+    _, out, _ = main("explain", f"{PROGRAMS}:mlp", "--memory", "1GiB")
+    assert "of 1.0 GiB; replicated" in out
+    _, out, _ = main("explain", f"{PROGRAMS}:mlp", "--memory", "10kB")
+    assert "worse than the replicated step: too large" in out and "a device has 9.8 KiB" in out
+
+
+@pytest.mark.parametrize(("text", "nbytes"), [("16GiB", 2**34), ("80gb", 80 * 10**9), ("2e10", 2 * 10**10), ("7 B", 7)])
+def test_sizes_are_read_as_people_write_them(text, nbytes):
+    assert cli.memory(text) == nbytes
+
+
 def test_the_compiler_that_cannot_be_asked_is_one_message(main):
     status, _, err = main("explain", f"{PROGRAMS}:mlp", "--compile")
     assert status == 2 and "name a TPU with --topology" in err

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import sysconfig
 import traceback
@@ -69,6 +70,7 @@ examples:
   shardstep explain train.py:example                        8 simulated devices
   shardstep explain train.py:example --replicas 1024        a cluster you do not have
   shardstep explain train.py:example --topology v5e:16x16   or a TPU pod, with predicted times
+  shardstep explain train.py:example --memory 16GiB         on devices of this size
   shardstep explain train.py:example --weights sharded      if weights were kept sharded, too
   shardstep explain train.py:example --html report.html     the same as a page
   shardstep explain mypackage.train:example --json | jq .state_bytes
@@ -144,6 +146,7 @@ def parser() -> argparse.ArgumentParser:
         "--topology", metavar="NAME", help="plan for a machine: v5e:16x16, v5p:4x4x4, h200:8x8 (hosts x GPUs)"
     )
     explain.add_argument("--weights", choices=("auto", "replicated", "sharded"), help="how weights are kept at rest")
+    explain.add_argument("--memory", type=memory, metavar="SIZE", help="what a device may use: 16GiB, 80GB, 2e10")
     explain.add_argument("--all", action="store_true", help="every leaf and every collective, not groups of them")
     explain.add_argument("--compile", action="store_true", help="ask the TPU compiler, too (with a TPU's --topology)")
     explain.add_argument("--json", action="store_true", help="the whole plan as JSON")
@@ -177,7 +180,8 @@ def run_explain(args: argparse.Namespace) -> int:
     simulate_devices(machine_size(args.topology) if args.topology else args.replicas or args.devices)
     from .commands.explain import Request, explain
 
-    settings = {"weights": args.weights} if args.weights else {}
+    asked = {"weights": args.weights, "memory": args.memory}
+    settings = {name: value for name, value in asked.items() if value is not None}
     return explain(Request(args.program, args.topology, args.all, args.json, args.html, args.compile, settings))
 
 
@@ -229,6 +233,21 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is not positive")
     return number
+
+
+_UNITS = {"": 1, "b": 1, **{f"{p}b": 1000**i for i, p in enumerate("kmgt", 1)}}
+_UNITS |= {f"{p}ib": 1024**i for i, p in enumerate("kmgt", 1)}
+
+
+def memory(text: str) -> int:
+    """`16GiB` as bytes."""
+    found = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([a-z]*)", text.strip().lower())
+    if not found or found[2] not in _UNITS or found[1].count(".") > 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: write 16GiB, 80GB or a number of bytes")
+    nbytes = int(float(found[1]) * _UNITS[found[2]])
+    if nbytes < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not positive")
+    return nbytes
 
 
 def tolerance(text: str) -> float:

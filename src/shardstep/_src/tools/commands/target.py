@@ -33,11 +33,12 @@ class Target:
     step: Callable[..., Any]
     args: tuple[Any, ...]
 
-    def sharded(self, mesh: Mesh, topology: str | None = None, **more: Any) -> ShardedStep:
+    def sharded(self, mesh: Mesh, topology: str | None = None, memory: int | None = None, **more: Any) -> ShardedStep:
         """The step on this mesh, with the settings that the factory gave it, and others instead of some of them."""
         settings = {**(self.step.settings.keywords() if isinstance(self.step, ShardedStep) else {}), **more}
-        if topology is not None:
-            settings = {**settings, "options": replace(settings.get("options") or Options(), topology=topology)}
+        options = settings.get("options") or Options()
+        chosen = {name: x for name, x in (("topology", topology), ("memory", memory)) if x is not None}
+        settings["options"] = replace(options, **chosen)
         return shard(self.step.step if isinstance(self.step, ShardedStep) else self.step, mesh, **settings)
 
 

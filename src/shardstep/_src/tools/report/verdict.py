@@ -39,31 +39,34 @@ def verdict(plan: Plan) -> list[Sentence]:
 
 
 def _headline(plan: Plan, found: list[Sentence]) -> Sentence:
-    if any(s.worse for s in found):
-        worse = " and ".join(s.topic.lower() for s in found if s.worse)
-        return Sentence("Verdict", f"worse than the replicated step: {worse}", True)
+    worse = [s.topic.lower() for s in found if s.worse]
+    if worse and _only_sharded_fits(plan):
+        return Sentence("Verdict", "fits, which the replicated step does not; what that costs comes first")
+    if worse:
+        return Sentence("Verdict", f"worse than the replicated step: {' and '.join(worse)}", True)
     if not any(_split(leaf) for leaf in plan.leaves if leaf.role in STATE):
         return Sentence("Verdict", "nothing is sharded: the step runs as replicated data parallelism")
     saved = plan.state_bytes.replicated / max(plan.state_bytes.sharded, 1)
     sent = "the same communication" if _same(plan.wire_bytes) else "less communication"
-    return Sentence("Verdict", f"{saved:.2g}x less state per device with {sent}")
+    return Sentence("Verdict", f"{saved:.1f}x less state per device with {sent}")
+
+
+def _only_sharded_fits(plan: Plan) -> bool:
+    return plan.memory is not None and plan.fits and plan.peak_bytes.replicated > plan.memory
 
 
 def _fit(plan: Plan) -> Iterator[Sentence]:
-    """Does the step fit? Only where a peak was predicted."""
-    peak: Total | None = getattr(plan, "peak_bytes", None)
-    memory: int | None = getattr(plan, "memory", None)
-    if peak is None:
-        return
+    """Does the step fit?"""
+    peak, memory = plan.peak_bytes, plan.memory
+    before = size(peak.replicated)
     if memory is None:
-        text = f"predicted peak {size(peak.sharded)} per device; replicated {size(peak.replicated)}"
-        yield Sentence("Memory", text)
-        return
-    fits = peak.sharded <= memory
-    before = "" if peak.replicated <= memory else ", which would not fit"
-    room = f"of {size(memory)}" if fits else f"but a device has {size(memory)}"
-    text = f"predicted peak {size(peak.sharded)} {room}; replicated {size(peak.replicated)}{before}"
-    yield Sentence("Fits" if fits else "Does not fit", text, not fits)
+        yield Sentence("Memory", f"predicted peak {size(peak.sharded)} per device, replicated {before}")
+    elif plan.fits:
+        before += "" if peak.replicated <= memory else " (does not fit)"
+        yield Sentence("Fits", f"predicted peak {size(peak.sharded)} of {size(memory)}; replicated {before}")
+    else:
+        text = f"predicted peak {size(peak.sharded)}, and a device has {size(memory)}; replicated {before}"
+        yield Sentence("Too large", text, True)
 
 
 def _totals(plan: Plan) -> Iterator[Sentence]:
@@ -75,16 +78,14 @@ def _totals(plan: Plan) -> Iterator[Sentence]:
 
 
 def _times(plan: Plan) -> Iterator[Sentence]:
-    step: Total | None = getattr(plan, "step_seconds", None)
-    update, wire = plan.update_seconds, plan.wire_seconds
-    if step is not None and step.sharded:
-        share = f"update {update.sharded / step.sharded:.0%}, wire {wire.sharded / step.sharded:.0%}"
-        text = f"{duration(step.replicated)} -> {duration(step.sharded)} predicted, of which {share}"
-        yield Sentence("Step", text, _more(step))
-        return
-    text = f"update {_pair(update)}, wire {_pair(wire)} (predicted)"
-    both = type(update)(update.replicated + wire.replicated, update.sharded + wire.sharded)
-    yield Sentence("Time", text, _more(both))
+    step, update, wire = plan.step_seconds, plan.update_seconds, plan.wire_seconds
+    shares = f"update {_share(update.sharded, step.sharded)}, wire {_share(wire.sharded, step.sharded)}"
+    text = f"predicted {duration(step.replicated)} -> {duration(step.sharded)}, of which {shares}"
+    yield Sentence("Step", text, _more(step))
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{min(part / whole, 1.0):.0%}" if whole else "none"
 
 
 def _weights(plan: Plan) -> Iterator[Sentence]:
@@ -131,10 +132,6 @@ def _split(leaf: Leaf) -> bool:
 def _change(total: Total) -> str:
     share = f"{total.ratio:.0%}" if total.ratio >= 0.01 else f"{total.ratio:.1%}"
     return f"{size(total.replicated)} -> {size(total.sharded)} ({share})"
-
-
-def _pair(total: Total) -> str:
-    return f"{duration(total.replicated)} -> {duration(total.sharded)}"
 
 
 def _same(total: Total) -> bool:
