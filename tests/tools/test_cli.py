@@ -135,6 +135,7 @@ def test_weights_may_be_asked_for(main):
     assert "sharded at rest: as asked" in out
 
 
+@pytest.mark.filterwarnings("ignore:shardstep. the step needs")
 def test_memory_may_be_limited(main):
     _, out, _ = main("explain", f"{PROGRAMS}:mlp", "--memory", "1GiB")
     assert "of 1.0 GiB; replicated" in out

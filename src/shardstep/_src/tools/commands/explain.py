@@ -17,7 +17,7 @@ from ...capture.arguments import shape_of
 from ...core.errors import IndivisibleBatch
 from ...core.gc_pause import undisturbed
 from ...planning.plan import Plan
-from ..report.terminal import console_for, render
+from ..report.terminal import NARROW, console_for, render
 from . import ahead, target
 
 
@@ -59,7 +59,7 @@ def explain(asked: Request) -> int:
         more = {"notes": [*plan.notes, *notes], "compiled": [asdict(c) for c in compilations]}
         print(json.dumps({"program": asked.program, **json.loads(plan.to_json()), **more}, indent=1))
         return 0
-    console = console_for()
+    console = console_for(NARROW)
     for part in render(plan, asked.every, notes):
         console.print(part)
     if compilations:

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from ...planning.plan import Plan
 
 ROWS = 10  # of a table, unless all are asked for
-PIPE = 80  # columns where nobody says how many there are
+NARROW, WIDE = 80, 140  # columns where nobody says how many there are
 
 
-def console_for() -> Console:
-    """Standard output: colours on a terminal, none in a pipe."""
+def console_for(columns: int = WIDE) -> Console:
+    """Standard output: colours on a terminal, none in a pipe, which is taken to have so many columns."""
     console = Console(highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = PIPE
+        console.width = columns
     return console
 
 
