@@ -75,10 +75,13 @@ def shard(
         mesh: where it runs; if None, that of `jax.set_mesh` around the call or of a jitted step's own
             `in_shardings`, else all devices on one axis `"data"`.
         axis: the mesh axis or axes that carry the batch; all of them if None.
-        batch_argnums, batch_argnames: the arguments that hold the examples, where they cannot be found by themselves.
+        batch_argnums: the arguments that hold the examples, where they cannot be found by themselves.
+        batch_argnames: the same, by name.
         batch_axis: the dimension that holds the examples, one for all or one per batch argument.
-        static_argnums, static_argnames: as for `jax.jit`.
-        donate_argnums, donate_argnames: whose state is donated. None: all of it, or what a jitted step says.
+        static_argnums: as for `jax.jit`.
+        static_argnames: as for `jax.jit`.
+        donate_argnums: the arguments whose state is donated. None: all of it, or what a jitted step says.
+        donate_argnames: the same, by name.
         axis_name: set for a per-replica step, as for `pmap` or `shard_map`: the axis its collectives name.
         weights: how weights are kept between steps: `"replicated"`, `"sharded"`, or `"auto"`.
         group: shard the state over groups of this many replicas, and all-reduce between the groups.
@@ -100,15 +103,16 @@ def shard(
         group=group,
         options=Options() if options is None else options,
     )
-    check_asked(step, mesh, settings)
-    if step is None:
-        return functools.partial(shard, mesh=mesh, axis=axis, **settings.keywords())
     return _sharded(step, mesh, axis, settings)
 
 
 def _sharded(
-    step: Callable[P, R], mesh: Mesh | None, axis: str | Sequence[str] | None, settings: Settings
-) -> ShardedStep[P, R]:
+    step: Callable[..., Any] | None, mesh: Mesh | None, axis: str | Sequence[str] | None, settings: Settings
+) -> Any:
+    """The sharded step, or what makes one of the function that it decorates."""
+    check_asked(step, mesh, settings)
+    if step is None:
+        return functools.partial(shard, mesh=mesh, axis=axis, **settings.keywords())
     if isinstance(step, ShardedStep | BoundStep):
         raise ShardstepError(f"{step!r} is sharded already: shard the function itself, {step.__name__}, once")
     if mesh is None:
