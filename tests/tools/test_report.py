@@ -1,6 +1,7 @@
 """The report in real headless Chromium: it renders, sorts, filters, asks for nothing, and fits the screen."""
 
 import dataclasses
+import itertools
 import json
 import re
 from html.parser import HTMLParser
@@ -12,8 +13,8 @@ from browser import CHROMIUM, chromium, opened
 
 import shardstep
 from shardstep import Options
-from shardstep._src.planning.plan import Total
-from shardstep._src.tools.report.html import headline, page
+from shardstep._src.planning.plan import Owned, Total
+from shardstep._src.tools.report.html import page
 
 HOSTILE = "</script><img src=x onerror=alert(1)>&amp;"
 
@@ -89,7 +90,7 @@ def test_it_renders_and_fits(browser, file, width, theme):
     with opened(browser, file, width, theme=theme) as page:
         assert page.troubles == []
         assert page.evaluate("document.documentElement.scrollWidth") <= width
-        for plot in ("memory", "wire", "before", "after"):
+        for plot in ("memory", "wire", "timeline"):
             assert page.locator(f"#{plot} .bars .point").count() >= 2
             box = page.locator(f"#{plot} svg.main-svg").first.bounding_box()
             assert box["x"] >= 0 and box["x"] + box["width"] <= width
@@ -97,25 +98,79 @@ def test_it_renders_and_fits(browser, file, width, theme):
             "rgb(251, 251, 253)" if theme == "light" else "rgb(18, 21, 26)"
         )
         smallest = page.evaluate(
-            "Math.min(...[...document.querySelectorAll('td, .card *, .source')]"
+            "Math.min(...[...document.querySelectorAll('td, #verdict *, .treemap button, .source')]"
             ".map(e => parseFloat(getComputedStyle(e).fontSize)))"
         )
         assert smallest >= 12
 
 
-def test_the_order_of_the_step_is_told(browser, file):
+def test_the_treemap_is_to_scale_and_leads_to_the_leaves(browser, file, plan):
     with opened(browser, file) as page:
-        told = page.locator("#after .ytick").all_text_contents()
-        tops = [page.locator("#after .ytick").nth(i).bounding_box()["y"] for i in range(len(told))]
-    told = [text for _, text in sorted(zip(tops, told, strict=True))]  # top to bottom
-    kinds = [re.sub(r"^\d+\. | \W\d+$", "", t) for t in told]
-    assert kinds[0] == "forward" and "backward" in kinds
+        areas = {
+            name: page.eval_on_selector_all(
+                f"#map-{name} button",
+                "boxes => boxes.map(b => b.offsetWidth * b.offsetHeight).reduce((a, b) => a + b, 0)",
+            )
+            for name in ("before", "after")
+        }
+        assert page.locator("#map-before button").count() == 61  # each weight with its moment, and the odd one
+        assert areas["after"] / areas["before"] == pytest.approx(plan.state_bytes.ratio, rel=0.1)
+        box = page.locator("#map-before button").nth(3)
+        name = box.get_attribute("aria-label").split(":")[0]
+        box.focus()
+        page.keyboard.press("Enter")
+        assert page.input_value("#filter") == name and page.locator("#leaves tbody tr").count() >= 1
+        assert page.troubles == []
+
+
+def test_the_verdict_is_there_and_worse_is_red(browser, file, plan, tmp_path):
+    worse = dataclasses.replace(plan, wire_bytes=Total(100.0, 151.0), memory=1)
+    worse.to_html(tmp_path / "worse.html")
+    with opened(browser, tmp_path / "worse.html") as page:
+        first = page.locator("#verdict p").first
+        assert "worse than the replicated step: too large and sent" in first.inner_text()
+        red = page.evaluate("getComputedStyle(document.querySelector('#verdict .worse')).color")
+        assert red == "rgb(179, 38, 30)" and page.locator("#verdict .worse").count() == 3
+        assert "device: 1 B" in page.locator("#memory").inner_text()
+        assert page.troubles == []
+
+
+def test_the_order_of_the_step_is_told(browser, file, plan):
+    kinds = [s.what for s in plan.timeline]
+    assert kinds[0] == "forward" and "backward" in kinds and "update" in kinds
     assert kinds.index("backward") < kinds.index("reduce-scatter") < len(kinds) - 1 - kinds[::-1].index("all-gather")
-    assert "update" in kinds
+    for segments, total in (
+        (plan.timeline, plan.step_seconds.sharded),
+        (plan.timeline_before, plan.step_seconds.replicated),
+    ):
+        assert sum(s.seconds for s in segments) == pytest.approx(total)
+    with opened(browser, file) as page:
+        lanes = page.locator("#timeline .ytick").all_text_contents()
+        bars = page.evaluate(
+            "document.getElementById('timeline').data.flatMap(t => t.base.map((b, i) => [b, t.x[i], t.y[i]]))"
+        )
+    assert set(lanes) == {f"{name}: {lane}" for name in ("replicated", "sharded") for lane in ("compute", "wire")}
+    for name in ("replicated", "sharded"):  # one after the other, without a gap
+        mine = sorted((start, length) for start, length, lane in bars if lane.startswith(name))
+        for (start, length), (following, _) in itertools.pairwise(mine):
+            assert start + length == pytest.approx(following, abs=1e-9)
+
+
+def test_owners_of_matrices_are_listed(browser, plan, tmp_path):
+    matrices = Owned((64, 64), "float32", 12, 2, 4, 1e9, 2e8, "train.py:12 (step)", "1.0 s instead of 3.0")
+    dataclasses.replace(plan, owned=(matrices,)).to_html(tmp_path / "owned.html")
+    with opened(browser, tmp_path / "owned.html") as page:
+        assert column(page, "owned", 1) == ["12 x float32[64,64]"]
+        assert column(page, "owned", 2) == ["each replica owns 2, 4 copies as padding"]
+        assert page.troubles == []
 
 
 def test_leaves_sort_and_filter(browser, file, plan):
     with opened(browser, file) as page:
+        groups = page.locator("#leaves tbody tr").count()
+        saved = [float(text.split()[0]) for text in column(page, "leaves", 7) if "KiB" in text]
+        assert groups < 125 and saved == sorted(saved, reverse=True) and saved[0] > 0
+        page.check("#each")
         assert page.locator("#leaves tbody tr").count() == 100  # the first page
         page.click("#more")
         assert page.locator("#leaves tbody tr").count() == len(plan.leaves) == 122
@@ -149,6 +204,8 @@ def test_names_are_text_not_html(browser, file):
 
 def test_the_update_has_the_users_lines(browser, file):
     with opened(browser, file) as page:
+        assert not page.is_visible("#update")  # folded
+        page.click("#update-details summary")
         shown = page.locator("#update").inner_text()
     assert 'params = jax.tree.map(lambda p, m: p - 0.1 * m, state["params"], moment)' in shown
     assert "x 60" in shown and "split(0)" in shown and "test_report.py" in shown
@@ -190,13 +247,7 @@ def test_a_step_that_is_left_to_xla_says_so(browser, plan, tmp_path):
     left = dataclasses.replace(plan, engine="annotate", why_engine="because", timeline=(), collectives=(), update=())
     left.to_html(tmp_path / "left.html")
     with opened(browser, tmp_path / "left.html") as page:
-        assert "the step is left to XLA: because" in page.inner_text("#notes")
-        assert "XLA partitions this step" in page.inner_text("#after")
+        assert "the step is left to XLA: because" in page.inner_text("#verdict")
+        assert "XLA partitions this step" in page.inner_text("#timeline")
         assert page.is_hidden("#collectives") and page.is_hidden("#update-section")
         assert page.is_visible("#left") and not page.troubles
-
-
-def test_figures_that_got_worse_do_not_look_better(plan):
-    worse = dataclasses.replace(plan, wire_bytes=Total(100.0, 150.0), state_bytes=Total(100.0, 50.0))
-    assert [card["verdict"] for card in headline(worse)][:2] == ["better", "worse"]
-    assert "\u00a0" in headline(worse)[0]["value"]  # no line break between a number and its unit

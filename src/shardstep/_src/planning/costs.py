@@ -15,10 +15,12 @@ from dataclasses import dataclass
 
 from ..core.layout import Array, Axis, Layout, block_shape
 from ..core.program import Var
-from ..core.schedule import Collective, Schedule
+from ..core.schedule import Collective, Ruling, Schedule, Step
 from ..machine.links import Chip, Ring, sent_time
 from ..machine.topology import Topology
 from .buffers import Buffer, Buffers, Kind
+from .flops import flops, multiplies
+from .timeline import Clock
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,12 @@ class Seconds:
     passes: float
 
     @property
+    def work(self) -> float:
+        return self.products + self.passes
+
+    @property
     def total(self) -> float:
-        return self.wire + self.products + self.passes
+        return self.wire + self.work
 
 
 def wire_time(collectives: Iterable[Collective], axes: tuple[Axis, ...], topology: Topology) -> float:
@@ -120,3 +126,31 @@ def _passes(buffer: Buffer) -> float:
     return float(
         buffer.nbytes * (written + sum(not u.product and not u.loop and u.result is not None for u in buffer.uses))
     )
+
+
+def clock(schedule: Schedule, topology: Topology, predicted: Seconds) -> Clock:
+    """How long the parts of a schedule take, all of them together taking what is predicted."""
+    axes, chip = schedule.axes, topology.chip
+    known: dict[Ruling, float] = {}  # equations in the same situation share one
+
+    def sending(c: Collective) -> float:
+        return _time(c, [topology.rings[k] for k in _along(c, axes)])
+
+    def working(step: Step) -> float:
+        if step.ruling not in known:
+            known[step.ruling] = _working(step, axes, chip)
+        return known[step.ruling]
+
+    return Clock(sending, working, predicted.wire, predicted.work)
+
+
+def _working(step: Step, axes: tuple[Axis, ...], chip: Chip) -> float:
+    """Seconds of one equation by itself, as if nothing was fused."""
+    equation, ruling = step.equation, step.ruling
+    passing = ruling.bytes_made / chip.memory
+    if not multiplies(equation.primitive):
+        return passing
+    operands = zip(equation.inputs, ruling.operands, strict=True)
+    blocks = [Array(block_shape(a.array.shape, f, axes), a.array.dtype) for a, f in operands]
+    work = flops(equation.primitive, ruling.params, blocks, ruling.blocks)
+    return max(work / chip.peak.of(blocks[0].dtype), passing)

@@ -19,7 +19,7 @@ from ..core.user_shardings import Kept, joined, show_kept
 from ..machine.replicas import Replicas
 from . import engines
 from .carried import carried
-from .costs import axis_times, update_time, wire_time
+from .costs import axis_times, clock, update_time, wire_time
 from .decision import Decided
 from .estimate import estimate
 from .plan import Leaf, Plan, Total
@@ -64,8 +64,8 @@ def describe(captured: Captured, decided: Decided, replicas: Replicas) -> Plan:
         why_engine=decided.engine.why,
         notes=(replicas.note,) if replicas.note else (),
         owned=decided.owned,
-        timeline=segments(told),
-        timeline_before=segments(moments(baseline)),
+        timeline=segments(told, clock(ours, topology, after.seconds)),
+        timeline_before=segments(moments(baseline), clock(baseline, topology, before.seconds)),
         update=update_lines(told, dict(zip(inputs, captured.paths, strict=True))),
         shardings=captured.call.with_static_arguments(*trees.like(captured.call.treedef, shardings)),
         structure=_structure(captured, shardings),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import linecache
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -33,6 +33,23 @@ class Segment:
     bytes: float  # computed or sent per replica, in all
     loop: str = ""  # the loop or branch it is inside of
     times: int = 1  # how often a step does it
+    seconds: float = 0.0  # predicted, in all
+
+
+class Clock(NamedTuple):
+    """How long things take: a collective, an equation; and all of each together, which is predicted better."""
+
+    sending: Callable[[Collective], float]
+    working: Callable[[Step], float]
+    wire: float
+    work: float
+
+    def settled(self, segments: Sequence[Segment]) -> tuple[Segment, ...]:
+        """The same segments, scaled so that all together take what is predicted for the step."""
+        counted = {kind: sum(s.seconds for s in segments if (s.what in PHASES) == kind) for kind in (True, False)}
+        wanted = {True: self.work, False: self.wire}
+        scale = {kind: wanted[kind] / total if total else 0.0 for kind, total in counted.items()}
+        return tuple(replace(s, seconds=s.seconds * scale[s.what in PHASES]) for s in segments)
 
 
 @dataclass(frozen=True)
@@ -100,7 +117,7 @@ def _partial(layout: Layout) -> bool:
 # -- the picture --------------------------------------------------------------------------------------------------
 
 
-def segments(told: Iterable[Moment]) -> tuple[Segment, ...]:
+def segments(told: Iterable[Moment], clock: Clock) -> tuple[Segment, ...]:
     """The step as few stretches: while a phase lasts, each kind of collective in it is counted once."""
     found: list[dict[str, list[float]]] = []
     where: list[tuple[str, int]] = []
@@ -111,20 +128,24 @@ def segments(told: Iterable[Moment]) -> tuple[Segment, ...]:
             found.append({})
             where.append((moment.loop, moment.times))
         for c in moment.sent:
-            _count(found[-1], c.kind, c.bytes * moment.times)
+            _count(found[-1], c.kind, c.bytes * moment.times, clock.sending(c) * moment.times)
         if moment.step is not None and not moment.step.bodies:
-            _count(found[-1], moment.phase, moment.step.ruling.bytes_made * moment.times)
-    return _joined(
-        Segment(what, int(count), nbytes, *place)
-        for kinds, place in zip(found, where, strict=True)
-        for what, (count, nbytes) in kinds.items()
+            made = moment.step.ruling.bytes_made * moment.times
+            _count(found[-1], moment.phase, made, clock.working(moment.step) * moment.times)
+    return clock.settled(
+        _joined(
+            Segment(what, int(count), nbytes, *place, seconds)
+            for kinds, place in zip(found, where, strict=True)
+            for what, (count, nbytes, seconds) in kinds.items()
+        )
     )
 
 
-def _count(stretch: dict[str, list[float]], what: str, nbytes: float) -> None:
-    sums = stretch.setdefault(what, [0, 0.0])
+def _count(stretch: dict[str, list[float]], what: str, nbytes: float, seconds: float) -> None:
+    sums = stretch.setdefault(what, [0, 0.0, 0.0])
     sums[0] += 1
     sums[1] += nbytes
+    sums[2] += seconds
 
 
 _TRIFLE = 0.005  # of all that is computed: a counter is no phase
@@ -138,7 +159,9 @@ def _joined(segments: Iterable[Segment]) -> tuple[Segment, ...]:
     kept: list[Segment] = []
     for s in listed:
         if kept and (kept[-1].what, kept[-1].loop) == (s.what, s.loop):
-            kept[-1] = replace(kept[-1], count=kept[-1].count + s.count, bytes=kept[-1].bytes + s.bytes)
+            last = kept[-1]
+            nbytes, seconds = last.bytes + s.bytes, last.seconds + s.seconds
+            kept[-1] = replace(last, count=last.count + s.count, bytes=nbytes, seconds=seconds)
         elif s.what not in PHASES or s.bytes >= _TRIFLE * total or s is largest[s.what]:
             kept.append(s)
     return tuple(kept)

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict
 from html import escape
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from ...planning.formatting import array, count, duration, size
+from ...planning.formatting import array, size
 from ...planning.timeline import PHASES
-from .summary import LEFT_TO_XLA, advice, groups, left_to_xla, runs, short_line
+from .summary import LEFT_TO_XLA, Group, advice, cargoes, families, groups, names, owner, short_line
+from .verdict import verdict
 
 if TYPE_CHECKING:
-    from ...planning.plan import Plan, Total
+    from ...planning.plan import Owned, Plan
     from ...planning.timeline import Line, Segment
 
 _PLOTLY = "plotly-basic-4.1.1.min.js"
@@ -52,41 +54,28 @@ def _embedded(data: dict[str, Any]) -> str:
 
 
 def _data(plan: Plan, notes: Sequence[str]) -> dict[str, Any]:
+    short = names(plan)
     return {
-        "headline": headline(plan),
-        "notes": [*filter(None, [left_to_xla(plan)]), *plan.notes, *notes],
+        "verdict": [asdict(sentence) for sentence in verdict(plan)],
+        "notes": [*plan.notes, *notes],
         "left": f"{LEFT_TO_XLA}." if plan.engine == "annotate" else "",
+        "limit": plan.memory,
         "memory": _memory(plan),
+        "peak": [
+            {"name": "peak, replicated", "parts": {"peak": plan.peak_bytes.replicated}},
+            {"name": "peak, sharded", "parts": {"peak": plan.peak_bytes.sharded}},
+        ],
+        "owned": [_owned(o) for o in plan.owned],
+        "families": [asdict(family) for family in families(plan)],
         "wire": [
             {"name": "replicated", "parts": _sent(plan.timeline_before)},
             {"name": "sharded", "parts": _sent(plan.timeline) or {"estimated": plan.wire_bytes.sharded}},
         ],
         "before": [_segment(s) for s in plan.timeline_before],
         "after": [_segment(s) for s in plan.timeline],
-        "leaves": [
-            {
-                "path": leaf.path,
-                "array": array(leaf.dtype, leaf.shape),
-                "role": leaf.role,
-                "layout": leaf.layout,
-                "before": leaf.bytes_before,
-                "after": leaf.bytes_after,
-                "reason": leaf.reason,
-            }
-            for leaf in plan.leaves
-        ],
-        "collectives": [
-            {
-                "kind": run.first.kind,
-                "count": run.count,
-                "dtype": run.first.dtype,
-                "bytes": run.bytes,
-                "purpose": run.first.purpose,
-                "line": short_line(run.first.line),
-                "loop": f"{run.first.loop}, {run.first.times} times" if run.first.loop else "",
-            }
-            for run in runs(plan.collectives)
-        ],
+        "groups": [_group(g) for g in groups(plan.leaves, short)],
+        "leaves": [_group(Group(leaf.path, (leaf,)), short[leaf.path]) for leaf in plan.leaves],
+        "collectives": [{**asdict(cargo), "line": short_line(cargo.line)} for cargo in cargoes(plan)],
         "fallbacks": [
             {"primitive": f.primitive, "line": short_line(f.line), "why": f.why, "bytes": f.bytes, "advice": advice(f)}
             for f in plan.fallbacks
@@ -109,40 +98,44 @@ def _by_source(lines: Sequence[Line]) -> dict[tuple[str, str], list[Line]]:
     return found
 
 
-def headline(plan: Plan) -> list[dict[str, str]]:
-    """The figures that come first, and whether a change is for the "better"."""
-
-    def card(name: str, total: Total, show: Callable[[float], str], change: str = "") -> dict[str, str]:
-        if not change and total.replicated:
-            change = f"{total.ratio:.0%} of before"
-        verdict = "better" if total.ratio < 0.995 else "worse" if total.ratio > 1.005 else "same"
-        return {"name": name, "value": _arrow(total, show), "change": change, "verdict": verdict}
-
-    share = f"{plan.auxiliary_share:.1%}"
-    return [
-        card("state per replica", plan.state_bytes, size),
-        card("sent per step and replica", plan.wire_bytes, size),
-        card(
-            "predicted update time", plan.update_seconds, duration, f"on the wire {_arrow(plan.wire_seconds, duration)}"
-        ),
-        card("elements updated", plan.update_flops, count),
-        {"name": "optimizer state sharded", "value": share, "change": "", "verdict": "same"},
-    ]
+def _group(group: Group, short: str = "") -> dict[str, Any]:
+    leaf, count = group.first, len(group.leaves)
+    return {
+        "path": group.path if count == 1 else f"{group.path} x {count}",
+        "short": short,
+        "array": array(leaf.dtype, leaf.shape),
+        "role": leaf.role,
+        "layout": leaf.layout,
+        "before": group.bytes_before,
+        "after": group.bytes_after,
+        "saved": group.bytes_before - group.bytes_after,
+        "reason": leaf.reason,
+    }
 
 
-def _arrow(total: Total, show: Callable[[float], str]) -> str:
-    """Before and after. A line may break before the arrow, but not between a number and its unit."""
-    before, after = (show(x).replace(" ", "\u00a0") for x in (total.replicated, total.sharded))
-    return f"{before} →\u00a0{after}"
+def _owned(o: Owned) -> dict[str, Any]:
+    """Who does the work on matrices that an update needs whole."""
+    return {
+        "matrices": f"{o.count} x {array(o.dtype, o.shape)}",
+        "owner": owner(o),
+        "before": o.flops_before,
+        "after": o.flops_after,
+        "line": short_line(o.line),
+        "why": o.why,
+    }
+
+
+_KINDS = {"weight": "weights", "auxiliary": "optimizer state", "frozen": "frozen weights"}
 
 
 def _memory(plan: Plan) -> list[dict[str, Any]]:
     before: dict[str, int] = {}
     after: dict[str, int] = {}
     for leaf in plan.leaves:
-        if leaf.role in ("weight", "auxiliary", "frozen"):
-            before[leaf.role] = before.get(leaf.role, 0) + leaf.bytes_before
-            after[leaf.role] = after.get(leaf.role, 0) + leaf.bytes_after
+        if leaf.role in _KINDS:
+            name = _KINDS[leaf.role]
+            before[name] = before.get(name, 0) + leaf.bytes_before
+            after[name] = after.get(name, 0) + leaf.bytes_after
     return [{"name": "replicated", "parts": before}, {"name": "sharded", "parts": after}]
 
 
@@ -159,6 +152,7 @@ def _segment(s: Segment) -> dict[str, Any]:
         "what": s.what,
         "count": s.count,
         "bytes": s.bytes,
+        "seconds": s.seconds,
         "loop": f"{s.loop}, {s.times} times" if s.loop else "",
         "collective": s.what not in PHASES,
     }
@@ -177,8 +171,8 @@ def _version() -> str:
 def fragment(plan: Plan) -> str:
     """The plan for a notebook's output: tables without scripts, which untrusted notebooks would strip."""
     figures = "".join(
-        f"<tr><td>{escape(c['name'])}</td><td><b>{escape(c['value'])}</b></td><td>{escape(c['change'])}</td></tr>"
-        for c in headline(plan)
+        f"<tr><td>{escape(x.topic)}</td><td>{'<b>worse:</b> ' if x.worse else ''}{escape(x.text)}</td></tr>"
+        for x in verdict(plan)
     )
     leaves = _rows(
         ("leaf", "array", "role", "at rest", "bytes per replica", "why"),
@@ -195,11 +189,8 @@ def fragment(plan: Plan) -> str:
         ],
     )
     sent = _rows(
-        ("collective", "dtype", "sent", "for", "line"),
-        [
-            (f"{r.first.kind} x {r.count}", r.first.dtype, size(r.bytes), r.first.purpose, short_line(r.first.line))
-            for r in runs(plan.collectives)
-        ],
+        ("what", "how", "bytes", "line"),
+        [(cargo.what, cargo.how, size(cargo.bytes), short_line(cargo.line)) for cargo in cargoes(plan)],
     )
     missed = _rows(
         ("primitive", "line", "why", "gathered"),

@@ -13,8 +13,8 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ...planning.formatting import array, size
-from .summary import LEFT_TO_XLA, Cargo, advice, cargoes, families, short_line
+from ...planning.formatting import array, count, size
+from .summary import LEFT_TO_XLA, Cargo, advice, cargoes, families, owner, short_line
 from .verdict import verdict
 
 if TYPE_CHECKING:
@@ -45,6 +45,8 @@ def render(plan: Plan, every: bool = False, notes: Sequence[str] = ()) -> Iterat
         yield Text(f"\n{LEFT_TO_XLA}.")
         return
     yield from collective_table(plan, every)
+    if plan.owned:
+        yield from owner_table(plan)
     if plan.fallbacks:
         yield from fallback_table(plan)
 
@@ -121,6 +123,16 @@ def collective_table(plan: Plan, every: bool) -> Iterator[RenderableType]:
     if not every and len(found) > ROWS:
         rest = found[ROWS:]
         table.add_row(f"{sum(c.count for c in rest)} others (--all)", "", size(sum(c.bytes for c in rest)), "")
+    yield table
+
+
+def owner_table(plan: Plan) -> Iterator[RenderableType]:
+    yield _title("Whole matrices in the update")
+    table = _table("matrices", "owner", "flops per replica", "line")
+    for o in plan.owned:
+        work = f"{count(o.flops_before)} -> {count(o.flops_after)}"
+        line = short_line(o.line).split(" ")[0]
+        table.add_row(*map(Text, (f"{o.count} x {array(o.dtype, o.shape)}", owner(o), work, line)))
     yield table
 
 
