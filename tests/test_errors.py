@@ -57,30 +57,24 @@ def test_a_batch_without_examples():
         shardstep.shard(adam_step)(state, batch(0, 0))
 
 
-def test_a_batch_that_is_ambiguous():
+def test_a_per_replica_batch_that_is_ambiguous():
     def step(state, batch, table):
-        return adam_step(state, {**batch, "x": batch["x"] + table.sum(0)})
+        shifted = {**batch, "x": batch["x"] + table.sum(0)}
+        return jax.tree.map(lambda w, g: w - lax.pmean(g, "replica"), state, jax.grad(loss)(state, shifted))
 
-    arguments = placed_state(), batch(), jnp.ones((5, 96))
+    arguments = weights(), batch(), jnp.ones((5, 96))
     told = r"ambiguous: batch has leading dimension 24; table has leading dimension 5.*batch_argnames='batch'"
     with refused(told, arguments):
-        shardstep.shard(step)(*arguments)
-    shardstep.shard(step, batch_argnames="batch")(*arguments)  # the way out that the message names
+        shardstep.shard(step, axis_name="replica")(*arguments)
+    shardstep.shard(step, axis_name="replica", batch_argnames="batch")(*arguments)  # the way out that the message names
 
 
-def test_a_batch_whose_own_leaves_disagree():
-    with refused(r"batch has leading dimensions 5, 24"):
-        shardstep.shard(lambda state, batch: (adam_step(state, batch)[0], batch["table"].sum()))(
-            adam_state(), {**batch(), "table": jnp.ones((5, 3))}
-        )
-
-
-def test_no_batch():
+def test_no_batch_for_a_per_replica_step():
     def step(state, key):
-        return jax.tree.map(lambda w: w * 0.9, state), jax.random.uniform(key)
+        return jax.tree.map(lambda w: lax.pmean(w, "replica") * 0.9, state), jax.random.uniform(key)
 
     with refused(r"no batch found: every argument \(state, key\) is state, a key or a scalar.*batch_argnums"):
-        shardstep.shard(step)(weights(), jax.random.key(0))
+        shardstep.shard(step, axis_name="replica")(weights(), jax.random.key(0))
 
 
 def test_batch_argnums_out_of_range():

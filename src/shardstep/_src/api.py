@@ -21,6 +21,7 @@ from .core.errors import ShardstepError
 from .core.gc_pause import undisturbed
 from .core.options import Options
 from .machine.replicas import Replicas
+from .planning.batch_choice import choose_batch
 from .planning.decision import Decided, decide
 from .planning.description import describe
 from .planning.plan import Plan
@@ -290,6 +291,7 @@ class ShardedStep(Generic[P, R]):
                 " would train on its own batch alone. A step for the whole batch (as for jax.jit) goes without."
             )
         refuse(captured.program)
+        captured = choose_batch(captured, replicas)
         decided = decide(captured, replicas, self.settings.weights, self.options)
         planned = PlannedStep(self.step, captured, decided, replicas, self.options)
         if not decided.fits:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from ..core import compat
 from ..core.errors import IndivisibleBatch, ShardstepError
+from ..core.program import Program
 from .arguments import Argument, Call, shape_of
+
+_DRAW = compat.primitive("random_bits")
 
 
 @dataclass(frozen=True)
@@ -27,10 +31,43 @@ class Batch:
     def named(self) -> bool:
         return self.argnums is not None or self.argnames is not None
 
+    @property
+    def nothing(self) -> bool:
+        """Did the user say that no argument holds examples? (`batch_argnums=()`)"""
+        return self.named and not (self.argnums or self.argnames)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Values that are examples together or not at all: the leaves of one argument that have one size, or the rows of
+    what the step makes itself (`drawn`: random numbers and constants with so many rows)."""
+
+    name: str
+    inputs: tuple[tuple[int, int], ...] = ()  # leaf -> the dimension that would hold the examples
+    drawn: int = 0
+
+    def along(self, size: int, call: Call) -> Unit:
+        """The same leaves, each split on dimension 1 if that has this size (time-major), else on 0 if that has it."""
+        dims = ((i, shape_of(call.leaves[i])[0]) for i, _ in self.inputs)
+        found = ((i, next((d for d in (1, 0) if d < len(s) and s[d] == size), -1)) for i, s in dims)
+        return replace(self, inputs=tuple((i, dim) for i, dim in found if dim >= 0))
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Where the examples of a step are, or the choices that are left."""
+
+    inputs: dict[int, int]  # input -> the dimension that holds the examples
+    why: str
+    units: tuple[Unit, ...] = ()  # what the planner may choose among, by cost; if empty, nothing is left to choose
+    axis: int | None = None  # the dimension that the user gave; None: any
+    drawn: tuple[int, ...] = ()  # the rows of what the step makes itself that count as examples
+    note: str = ""  # what the plan says of the choice
+
 
 def named_batch(call: Call, arguments: Sequence[Argument], batch: Batch) -> dict[int, int] | None:
     """Input -> the dimension that holds the examples, where the user said so; None where it has to be inferred."""
-    if not batch.named:
+    if not batch.named or batch.nothing:
         return None
     chosen = _named(arguments, batch)
     return _dimensions(call, chosen, _axes_for(chosen, batch))
@@ -66,12 +103,7 @@ def _axes_for(chosen: Sequence[Argument], batch: Batch) -> list[int]:
 
 def _dimensions(call: Call, chosen: Sequence[Argument], axes: Sequence[int]) -> dict[int, int]:
     """Split what has the examples' dimension; a scalar or a table among the leaves is replicated."""
-    sized = [
-        (i, axis % len(shape), shape[axis])
-        for argument, axis in zip(chosen, axes, strict=True)
-        for i in range(argument.start, argument.stop)
-        if -len(shape := shape_of(call.leaves[i])[0]) <= axis < len(shape)
-    ]
+    sized = _sized(call, chosen, axes)
     if not sized:
         names = ", ".join(a.name for a in chosen)
         raise ShardstepError(
@@ -79,6 +111,16 @@ def _dimensions(call: Call, chosen: Sequence[Argument], axes: Sequence[int]) -> 
         )
     examples, _ = Counter(size for _, _, size in sized).most_common(1)[0]
     return {i: dim for i, dim, size in sized if size == examples}
+
+
+def _sized(call: Call, chosen: Sequence[Argument], axes: Sequence[int]) -> list[tuple[int, int, int]]:
+    """The leaves that have the dimension: leaf, dimension, size."""
+    return [
+        (i, axis % len(shape), shape[axis])
+        for argument, axis in zip(chosen, axes, strict=True)
+        for i in range(argument.start, argument.stop)
+        if -len(shape := shape_of(call.leaves[i])[0]) <= axis < len(shape)
+    ]
 
 
 def _placed_on(leaf: Any, data_axes: tuple[str, ...]) -> int | None:
@@ -92,10 +134,90 @@ def _placed_on(leaf: Any, data_axes: tuple[str, ...]) -> int | None:
     return None
 
 
+def find_examples(
+    call: Call,
+    arguments: Sequence[Argument],
+    state: dict[int, int],
+    program: Program,
+    batch: Batch,
+    data_axes: tuple[str, ...],
+) -> Examples:
+    """Where the examples of a step for the whole batch are: as the user says, as arrays are laid out, or to be chosen.
+
+    The rewrite is right for every choice, so nothing is refused here: what is not told is left to the planner.
+    """
+    if batch.nothing:
+        return Examples({}, "as asked", drawn_units(program), None)
+    if batch.named:
+        chosen = _named(arguments, batch)
+        named = _dimensions(call, chosen, axes := _axes_for(chosen, batch))
+        sized = [found for found in _sized(call, chosen, axes) if found[2]]
+        if len({size for _, _, size in sized}) <= 1:
+            return Examples(named, "as asked")
+        return Examples(named, "as asked", _units(call, chosen, sized), axes[0])
+    placed = {
+        i: dim
+        for i, leaf in enumerate(call.leaves)
+        if i not in state and (dim := _placed_on(leaf, data_axes)) is not None
+    }
+    if placed:
+        return Examples(placed, "as their NamedSharding lays them out")
+    axis = batch.axis if isinstance(batch.axis, int) else batch.axis[0]
+    sized = _free(call, arguments, state, axis)
+    drawn = drawn_units(program)
+    if not any(size for _, _, size in sized):
+        if sized and not drawn:
+            return Examples({i: dim for i, dim, _ in sized}, "")
+        # a bare array that comes back in its shape (a reconstruction, say) passes for state until a batch is missed
+        bare = {a.start for a in arguments if a.stop - a.start == 1}
+        kept = {i: o for i, o in state.items() if i not in bare}
+        if any(shape_of(call.leaves[i])[0] for i in kept):
+            sized = _free(call, arguments, kept, axis)
+    units = _units(call, arguments, [found for found in sized if found[2]])
+    return Examples({}, "", units + drawn, axis or None)
+
+
+def _free(call: Call, arguments: Sequence[Argument], state: dict[int, int], axis: int) -> list[tuple[int, int, int]]:
+    """The leaves that might be examples: they are neither state nor a key (an array of keys might be)."""
+    sized = _sized(call, arguments, [axis] * len(arguments))
+    return [(i, dim, size) for i, dim, size in sized if i not in state and not _is_raw_key(call.leaves[i])]
+
+
+_MOST_UNITS = 8  # each is planned with and without
+
+
+def _units(call: Call, arguments: Sequence[Argument], sized: Sequence[tuple[int, int, int]]) -> tuple[Unit, ...]:
+    """The leaves of one argument and one size together; if there are too many sizes, those of one argument together."""
+    owner = {i: a.name for a in arguments for i in range(a.start, a.stop)}
+    for by_size in (True, False):
+        found: dict[tuple[str, int], list[tuple[int, int]]] = {}
+        for i, dim, size in sized:
+            found.setdefault((owner[i], size if by_size else 0), []).append((i, dim))
+        if len(found) <= _MOST_UNITS:
+            break
+    units = [Unit(f"{name} ({size} rows)" if size else name, tuple(where)) for (name, size), where in found.items()]
+    largest = sorted(units, key=lambda u: -sum(np.prod(shape_of(call.leaves[i])[0]) for i, _ in u.inputs))
+    return tuple(u for u in units if u in largest[:_MOST_UNITS])
+
+
+def drawn_units(program: Program) -> tuple[Unit, ...]:
+    """Random numbers that the step draws, by their rows, and constants that have as many; those with most elements."""
+    elements = Counter[int]()
+    for equation in program.walk():
+        if equation.primitive is _DRAW and equation.outputs[0].array.ndim:
+            elements[equation.outputs[0].array.shape[0]] += equation.outputs[0].array.size
+    if not elements:
+        for var, _ in program.constants:
+            if var.array.ndim:
+                elements[var.array.shape[0]] += var.array.size
+    rows = [size for size, _ in elements.most_common(2) if size > 1]
+    return tuple(Unit(f"what the step draws ({size} rows)", drawn=size) for size in rows)
+
+
 def infer_batch(
     call: Call, arguments: Sequence[Argument], state: dict[int, int], batch: Batch, data_axes: tuple[str, ...]
 ) -> dict[int, int]:
-    """Find the batch among the arguments that are not state: as they are laid out, or by their leading dimension."""
+    """The batch of a per-replica step, which must be certain: it says what a replica computes."""
     placed = {
         i: dim
         for i, leaf in enumerate(call.leaves)
@@ -152,9 +274,12 @@ def _ambiguous(candidates: dict[str, dict[int, tuple[int, int]]]) -> str:
 
 def is_key(leaf: Any) -> bool:
     """A PRNG key, typed or raw (uint32 with two or four words)."""
+    _, dtype = shape_of(leaf)
+    return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) or _is_raw_key(leaf)
+
+
+def _is_raw_key(leaf: Any) -> bool:
     shape, dtype = shape_of(leaf)
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
-        return True
     return dtype == np.uint32 and shape in ((2,), (4,))
 
 

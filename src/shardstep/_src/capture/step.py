@@ -16,7 +16,7 @@ from ..core.program import Program, flatten
 from ..core.user_shardings import Kept, kept
 from . import numbers
 from .arguments import Argument, Call, Constant, Signature, abstract
-from .batch import Batch, check_divisible, check_not_empty, infer_batch, named_batch
+from .batch import Batch, Examples, check_divisible, check_not_empty, find_examples, infer_batch, named_batch
 from .find_state import Matching, match_state
 from .jitted import Donate, Jitted, donated
 from .simplification import simplify
@@ -34,7 +34,7 @@ class Captured:
     out_tree: Any
     out_constants: tuple[tuple[int, Constant], ...]  # leaves of the output that are not arrays
     state: dict[int, int]  # input -> the output that replaces it
-    batch: dict[int, int]  # input -> the dimension that holds the examples
+    examples: Examples  # where they are, or what is left to be chosen
     axis_name: str | None
     kept: tuple[Kept, ...]  # for each input, its layout over the user's own mesh axes
     weak: frozenset[int]  # state that a jitted step would return weakly typed, as it came (a Python number)
@@ -42,6 +42,17 @@ class Captured:
     key_paths: tuple[KeyPath, ...]  # of all leaves of the arguments
     out_paths: tuple[KeyPath, ...]  # of all leaves of the result
     donated: tuple[int, ...]  # the state that may be given away: of a step that is jitted already, what it donates
+
+    @property
+    def batch(self) -> dict[int, int]:
+        """Input -> the dimension that holds the examples."""
+        return self.examples.inputs
+
+    def with_examples(self, examples: Examples) -> Captured:
+        """The same step with its examples elsewhere: they are not state."""
+        state = {i: o for i, o in self.state.items() if i not in examples.inputs}
+        donated = tuple(i for i in self.donated if i in state)
+        return replace(self, examples=examples, state=state, donated=donated, weak=self.weak & state.keys())
 
     @property
     def frozen(self) -> set[int]:
@@ -98,14 +109,17 @@ def capture(spec: StepSpec, args: Sequence[Any], kwargs: dict[str, Any], varying
     program, state, examples = reading.program, reading.matching.state, reading.examples
     jitted = Jitted.of(traced.jaxpr)
     laid_out = jitted.laid_out(call) if jitted else call
-    if examples is None:
-        examples = infer_batch(laid_out, arguments, state, spec.batch, spec.data_axes)
-        if axis_name is not None:
-            check_divisible(call, paths, examples, replicas)
-            traced = trace(step, call, axis_name, replicas, examples, keep=reading.keep)
-            program = _program(traced)
-    state = {i: o for i, o in state.items() if i not in examples}
-    check_not_empty(call, paths, examples)
+    if axis_name is None:
+        found = find_examples(laid_out, arguments, state, program, spec.batch, spec.data_axes)
+    elif examples is None:
+        found = Examples(infer_batch(laid_out, arguments, state, spec.batch, spec.data_axes), "")
+        check_divisible(call, paths, found.inputs, replicas)
+        traced = trace(step, call, axis_name, replicas, found.inputs, keep=reading.keep)
+        program = _program(traced)
+    else:
+        found = Examples(examples, "as asked")
+    state = {i: o for i, o in state.items() if i not in found.inputs}
+    check_not_empty(call, paths, found.inputs)
     return Captured(
         program=program,
         call=replace(call, leaves=tuple(map(abstract, call.leaves))),  # a step keeps nobody's arrays alive
@@ -114,7 +128,7 @@ def capture(spec: StepSpec, args: Sequence[Any], kwargs: dict[str, Any], varying
         out_tree=traced.out_tree,
         out_constants=traced.out_constants,
         state=state,
-        batch=examples,
+        examples=found,
         axis_name=axis_name,
         kept=tuple(kept(leaf, spec.user_axes) for leaf in laid_out.leaves),
         weak=frozenset(i for i, o in state.items() if traced.out_shapes[o].weak_type),

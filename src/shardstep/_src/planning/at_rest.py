@@ -76,6 +76,7 @@ def small_bytes(captured: Captured, roles: Sequence[str], replicas: Replicas, op
     return limit
 
 
+WHY_WHOLE = "a weight: every replica reads it whole"
 _WHY_SPLIT = "optimizer state: only the update uses it, so each replica keeps 1/N"
 _SLICED_ROOM = 1.1  # how much larger padding may make a leaf, so that the layers that a loop reads stay in one piece
 ROOM = 1.5  # what padding makes larger than this, and more costly to send than it was, is not worth sharding
@@ -123,10 +124,10 @@ def layout_at_rest(
         return everywhere, "an input, not state"
     if role == "frozen":
         return everywhere, "frozen: returned unchanged"
-    if role == "weight" and policy.weights == "replicated":
-        return everywhere, "a weight: every replica reads it whole; its update is sharded and gathered"
     if array.nbytes < policy.small:
         return everywhere, f"small: {array.nbytes} bytes, below min_shard_bytes={policy.small}"
+    if role == "weight" and policy.weights == "replicated":
+        return everywhere, WHY_WHOLE
     verb = "gathered where the forward pass reads it" if role == "weight" else _WHY_SPLIT
     kept = taken.kept
     free = tuple(1 if d < len(kept) and kept[d] else size for d, size in enumerate(array.shape))

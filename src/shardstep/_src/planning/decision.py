@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from ..capture.step import Captured
 from ..core import meshes, passes
 from ..core.execution import Execution
-from ..core.layout import Axis, Layout, is_padded, joined, show, whole
+from ..core.layout import Axis, Layout, Split, is_padded, joined, show, whole
 from ..core.options import Options
 from ..core.program import Atom
 from ..core.schedule import Schedule
@@ -18,7 +18,8 @@ from ..core.user_shardings import Kept, alike
 from ..machine.memory import memory_limit
 from ..machine.replicas import Replicas
 from . import engines, ownership
-from .at_rest import ROOM, Policy, Taken, choose_weights, layout_at_rest, pads_state, small_bytes, take_turns
+from .at_rest import ROOM, WHY_WHOLE, Policy, Taken, choose_weights, layout_at_rest, pads_state, small_bytes, take_turns
+from .batch_choice import replicated
 from .buckets import bucket_bytes, fuse
 from .estimate import estimate
 from .formatting import size
@@ -27,7 +28,7 @@ from .precision import travel_in
 from .propagation.boundary import Boundary
 from .propagation.forward import schedule
 from .propagation.memo import Memo
-from .roles import check_outputs, examples_of, roles_of, walk_unsharded
+from .roles import check_outputs, drawn_of, examples_of, roles_of, walk_unsharded
 from .sliced import sliced_dims
 
 
@@ -192,13 +193,25 @@ def _scheduled(problem: Problem, policy: Policy) -> tuple[Schedule, tuple[str, .
     outputs: list[Layout | None] = [None] * len(program.outputs)
     for i, o in captured.state.items():
         outputs[o] = inputs[i]
-    boundary = Boundary(tuple(inputs), tuple(outputs))
-    reasons = tuple(reason for _, reason in resting)
+    boundary = Boundary(tuple(inputs), tuple(outputs), drawn=drawn_of(captured, axes))
+    why = f" ({captured.examples.why})" if captured.examples.why else ""
+    reasons = tuple(reason + why * (i in captured.batch) for i, (_, reason) in enumerate(resting))
     shown = [f"{show(layout)}, {reason}" for layout, reason in zip(inputs, reasons, strict=True)]
     passes.leave(f"at rest (weights {policy.weights})", dict(zip(captured.paths, shown, strict=True)))
     decided = passes.leave("propagation", schedule(program, axes, boundary, problem.memo))
     decided = passes.leave("precision", travel_in(decided, options.reduce_dtype, options.gather_dtype))
-    return passes.leave("buckets", fuse(decided, alone)), reasons
+    told = tuple(_with_update(captured, decided, i, reason) for i, reason in enumerate(reasons))
+    return passes.leave("buckets", fuse(decided, alone)), told
+
+
+def _with_update(captured: Captured, decided: Schedule, i: int, reason: str) -> str:
+    """Why a weight is whole at rest, and what that means for its update."""
+    if reason != WHY_WHOLE or i not in captured.state:
+        return reason
+    new = captured.program.outputs[captured.state[i]]
+    moved = (t for bundles in decided.transfers for bundle in bundles for t in bundle if t.var is new)
+    shared = any(isinstance(p, Split) for t in moved for p in t.source)
+    return f"{reason}; its update is sharded and gathered" if shared else reason
 
 
 def _with_engine(problem: Problem, chosen: Attempt) -> Decided:
@@ -254,15 +267,9 @@ def _question(problem: Problem, chosen: Attempt, shares: bool) -> engines.Questi
 
 
 def _baseline(captured: Captured, axes: tuple[Axis, ...], memo: Memo) -> Schedule:
-    """The program that everyone runs today: all state replicated, gradients all-reduced over all replicas at once."""
+    """The program that everyone runs today, on all replicas at once."""
     together = (joined(axes),)
-    examples = examples_of(captured, together)
-    outputs: list[Layout | None] = [None] * len(captured.program.outputs)
-    for o in captured.state.values():
-        outputs[o] = whole(together)
-    inputs = [examples.get(i, whole(together)) for i in range(len(captured.program.inputs))]
-    boundary = Boundary(tuple(inputs), tuple(outputs))
-    return schedule(captured.program, together, boundary, memo if together == axes else None)
+    return replicated(captured, together, memo if together == axes else None)
 
 
 def _is_doubtful(chosen: Attempt, baseline: Schedule) -> bool:

@@ -62,7 +62,7 @@ def describe(captured: Captured, decided: Decided, replicas: Replicas) -> Plan:
         axis_seconds=tuple(("+".join(axis.names), seconds) for axis, seconds in zip(axes, busy, strict=False)),
         engine=decided.engine.engine,
         why_engine=decided.engine.why,
-        notes=(replicas.note,) if replicas.note else (),
+        notes=tuple(note for note in (captured.examples.note, replicas.note) if note),
         owned=decided.owned,
         timeline=segments(told, clock(ours, topology, after.seconds)),
         timeline_before=segments(moments(baseline), clock(baseline, topology, before.seconds)),

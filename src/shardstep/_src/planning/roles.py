@@ -19,8 +19,10 @@ def walk_unsharded(captured: Captured) -> Schedule:
     alone = (Axis(("replica",), 1),)
     examples = examples_of(captured, alone)
     inputs = [examples.get(i, whole(alone)) for i in range(len(captured.program.inputs))]
-    boundary = Boundary(tuple(inputs), (None,) * len(captured.program.outputs), leaves_partial=True, notes_batch=True)
-    return Forward(captured.program, alone, Memo(), draws=False).run(boundary)
+    drawn = drawn_of(captured, alone)
+    outputs = (None,) * len(captured.program.outputs)
+    boundary = Boundary(tuple(inputs), outputs, leaves_partial=True, notes_batch=True, drawn=drawn)
+    return Forward(captured.program, alone, Memo(), draws=bool(drawn)).run(boundary)
 
 
 def roles_of(captured: Captured, unsharded: Schedule) -> list[str]:
@@ -62,6 +64,12 @@ def examples_of(captured: Captured, axes: tuple[Axis, ...]) -> dict[int, Layout]
         return dict.fromkeys(captured.batch, (VARYING,) * len(axes))
     inputs, all_axes = captured.program.inputs, (True,) * len(axes)
     return {i: split_on(inputs[i].array.shape, dim, axes, all_axes, batch=True) for i, dim in captured.batch.items()}
+
+
+def drawn_of(captured: Captured, axes: tuple[Axis, ...]) -> tuple[tuple[int, Layout], ...]:
+    """What the step makes itself and counts as examples: with so many rows, split like this."""
+    all_axes = (True,) * len(axes)
+    return tuple((rows, split_on((rows,), 0, axes, all_axes, batch=True)) for rows in captured.examples.drawn)
 
 
 def _sent_as_written(program: Program, output: int) -> Equation | None:

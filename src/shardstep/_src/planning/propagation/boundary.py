@@ -20,6 +20,7 @@ class Boundary:
     inside: bool = False  # is this the body of a loop or branch?
     leaves_partial: bool = False  # may an output that leaves as it comes be a partial sum or a merged split?
     notes_batch: bool = False  # is it to be found out which inputs meet the examples?
+    drawn: tuple[tuple[int, Layout], ...] = ()  # what the program makes itself with so many rows are examples too
 
     @classmethod
     def of_body(

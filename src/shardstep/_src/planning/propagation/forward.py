@@ -25,6 +25,7 @@ from ...core.layout import (
     Placement,
     Split,
     Varying,
+    cut,
     fits,
     is_batch,
     origins,
@@ -72,12 +73,14 @@ class Forward(Values):
         self.program = program
         self.draws = draws  # split random numbers that are drawn one row per example
         self.examples: dict[int, Layout] = {}  # how many examples the batch has, and how they are split
+        self.drawn: tuple[tuple[int, Layout], ...] = ()  # those of what the step makes itself
         self.inside = False  # is this the body of a loop or branch?
         self.fallbacks: list[Fallback] = []
+        self.hoisted: set[Atom] = set()  # what was gathered in front of the loop whose body this is
         self.meetings: Meetings | None = None
 
     def run(self, boundary: Boundary) -> Schedule:
-        self.inside = boundary.inside
+        self.inside, self.drawn = boundary.inside, boundary.drawn
         self.meetings = Meetings() if boundary.notes_batch else None
         self.enter(boundary)
         steps: list[Step] = []
@@ -107,12 +110,19 @@ class Forward(Values):
         for i, (var, held) in enumerate(zip(self.program.inputs, boundary.inputs, strict=True)):
             layout = boundary.seen[i] if i < len(boundary.seen) else held
             self.forms[var] = self.memo.forms((layout, held), (held,), self.preferences[var])
+            if layout != held:
+                self.hoisted.add(var)
             if any(map(is_batch, layout)):
                 if self.meetings:
                     self.meetings.from_batch.add(var)
                 self.examples.update((var.array.shape[p.dim], layout) for p in layout if isinstance(p, Split))
+        self.examples.update(self.drawn)
+        rows, everywhere = dict(self.drawn), whole(self.axes)
         for var, _ in self.program.constants:
-            self.write(var, whole(self.axes))
+            layout = rows.get(var.array.shape[0], everywhere) if var.array.ndim else everywhere
+            self.forms[var] = self.memo.forms((layout, everywhere), (everywhere,), self.preferences[var])
+            if self.meetings and layout != everywhere:
+                self.meetings.from_batch.add(var)
 
     def leave(self, atom: Atom, layout: Layout | None, partial: bool) -> Layout:
         if layout is None:
@@ -121,6 +131,7 @@ class Forward(Values):
 
     def body(self, program: Program, boundary: Boundary) -> Schedule:
         """Schedule the body of a loop or branch."""
+        boundary = replace(boundary, drawn=self.drawn) if self.drawn else boundary
         placements = [p for layout in (*boundary.inputs, *boundary.outputs, *boundary.seen) for p in layout or ()]
         placements += [
             s for preferences in boundary.outside or () for preference in preferences for s in preference.splits
@@ -143,6 +154,8 @@ class Forward(Values):
             self.convert(equation.inputs[i], source, target, forms)
         if self.meetings:
             self.meetings.note(equation, equation.inputs if outcome.meets_batch else ())
+            if equation.primitive is _DRAW and outcome.ruling.over_examples:
+                self.meetings.from_batch.update(equation.outputs)
         self.forms.update(zip(equation.outputs, outcome.results, strict=True))
         return Step(equation, outcome.ruling)
 
@@ -219,20 +232,21 @@ class Forward(Values):
             gives_way = any(is_batch(home) and not is_batch(target) for home, target in pairs)
             return gives_way and not decision.visit and any(isinstance(t, Split) and not is_batch(t) for _, t in pairs)
 
-        def score(decision: Decision) -> tuple[bool, float, float]:
+        def score(decision: Decision) -> tuple[bool, float, float, bool]:
             targets = dict.fromkeys(zip(same, decision.operands, strict=True))
             moved = sum(min(cost(p, target, site.inputs[i], axis) for p in held[i]) for i, target in targets) + sum(
                 preference.future(placement, array, axis)
                 for preference, placement, array in zip(preferences, decision.results, site.outputs, strict=True)
             )
-            return yields(decision), moved + repeated(site, decision), work(site, decision)
+            shares = any(map(is_batch, decision.results))
+            return yields(decision), moved + repeated(site, decision), work(site, decision), not shares
 
         def in_vain(decision: Decision) -> bool:
             """A loop gathers a table once for all iterations; a sum is reduced for the sake of its other terms too."""
             waits = self.inside or any(preference.terms > 1 for preference in preferences)
             return decision.visit is not None and waits
 
-        best, best_score = None, (True, math.inf, math.inf)
+        best, best_score = None, (True, math.inf, math.inf, True)
         for placements in combinations(options):
             for decision in valid_decisions(site, placements):
                 if in_vain(decision):
@@ -251,6 +265,11 @@ class Forward(Values):
             min(cost(p, target, array, axis) for p in placements)
             for placements, target, array in zip(held, best.operands, site.inputs, strict=True)
         )
+        # what was gathered in front of this loop was gathered for the first equation that needs it whole
+        for atom, placements in zip(equation.inputs, held, strict=True):
+            if atom in self.hoisted:
+                moved += cost(placements[0], REPLICATED, atom.array, axis)
+                self.hoisted.discard(atom)
         had = ", ".join(sorted({str(p[0]) for p in held if p[0] != REPLICATED}))
         known = rule_for(site.primitive) is not None
         why = f"needs {had} operands whole" if known else f"no rule for this primitive; {had} operands are gathered"
@@ -277,8 +296,11 @@ class Forward(Values):
             for var in equation.outputs if examples else ():
                 layout = self.forms[var].primary
                 (gathered, dim), shape = examples[0], var.array.shape
-                cut = microbatches.cuts(gathered.array.shape, shape, dim)  # (B, ...) -> (M, B // M, ...)
-                splits = [Split(d, batch=True) for d in ((dim, dim + 1) if cut else (dim,))]
+                is_cut = microbatches.cuts(gathered.array.shape, shape, dim)  # (B, ...) -> (M, B // M, ...)
+                dims = [d for d in ((dim, dim + 1) if is_cut else (dim,)) if d < len(shape)]
+                splits = [Split(d, batch=True) for d in dims]
+                if dims and len(self.axes) == 1 and shape[dims[-1]] > 1:  # shared with padding, if not evenly
+                    splits.append(cut(shape, dims[-1], self.axes[k].size, batch=True))
                 fitting = [again for s in splits if fits(shape, again := put(layout, k, s), self.axes)]
                 if fitting and layout[k] == REPLICATED:
                     before = self.forms[var]

@@ -21,9 +21,24 @@ class Meetings:
             self.from_batch.update(equation.outputs)
 
     def inputs(self, program: Program) -> frozenset[int]:
-        """The inputs that met the examples, or that a value was made of, examples apart, which did."""
-        reached = self.meeting - self.from_batch
-        for equation in reversed(program.equations):
-            if not reached.isdisjoint(equation.outputs):
-                reached.update(a for a in equation.inputs if a not in self.from_batch)
-        return frozenset(i for i, var in enumerate(program.inputs) if var in reached)
+        """The inputs that met the examples, or that a value was made of, examples apart, which did.
+
+        And those whose errors come back to the examples, though they were read after those had been summed up (the
+        last layer of a network over graphs): they made a value that meets examples. But not what has made a weight
+        again: the moments of a first update reach the examples only through the weight that a second one reads.
+        """
+        direct = _made_of(self.meeting - self.from_batch, program, self.from_batch)
+        found = {i for i, var in enumerate(program.inputs) if var in direct}
+        weights = {tuple(sorted(program.inputs[i].array.shape)) for i in found}
+        again: set[Atom] = {a for e in program.equations for a in e.outputs if tuple(sorted(a.array.shape)) in weights}
+        errors = _made_of((self.meeting & self.from_batch) - again, program, again)
+        return frozenset(found | {i for i, var in enumerate(program.inputs) if var in errors - self.from_batch})
+
+
+def _made_of(reached: set[Atom], program: Program, apart: set[Atom]) -> set[Atom]:
+    """These values and all that they are made of, some apart."""
+    reached = set(reached)
+    for equation in reversed(program.equations):
+        if not reached.isdisjoint(equation.outputs):
+            reached.update(a for a in equation.inputs if a not in apart)
+    return reached
