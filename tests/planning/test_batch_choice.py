@@ -95,7 +95,7 @@ def labelled_and_unlabelled():
 def users_items_and_a_side_table():
     def step(state, batch, side):
         def loss(w):
-            items = w["items"][batch["item"]] + (side @ w["side"])[batch["item"]]
+            items = w["items"][batch["item"]] + side[batch["item"]] @ w["side"]
             return jnp.mean((jnp.sum(w["users"][batch["user"]] * items, -1) - batch["rating"]) ** 2)
 
         return update(state, loss)

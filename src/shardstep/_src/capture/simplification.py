@@ -1,6 +1,7 @@
 """Small exact rewrites of the program that make layouts easier.
 
     transpose(dot(x, y))  ->  dot(y, x)
+    x[arange(B), i]       ->  a lookup inside each row (`own_rows.py`)
 
 JAX computes a weight's gradient as a product and then transposes it. Left as it is, the transpose stands between the
 product and its reduction: the reduction would run over an inner dimension, and a product in bfloat16 would be rounded
@@ -14,11 +15,13 @@ from typing import Any
 
 from ..core import compat
 from ..core.program import Atom, Equation, Program
+from .own_rows import look_into_own_rows
 
 _DOT, _TRANSPOSE = compat.primitive("dot_general"), compat.primitive("transpose")
 
 
 def simplify(program: Program) -> Program:
+    program = look_into_own_rows(program)
     uses = program.uses
     dots: dict[Atom, Equation] = {}
     folded: dict[Equation, Equation] = {}  # transpose -> the product that replaces it

@@ -16,22 +16,21 @@ from dataclasses import dataclass, replace
 from ..capture.arguments import shape_of
 from ..capture.batch import Examples, Unit
 from ..capture.step import Captured
-from ..core import compat
 from ..core.layout import Array, Axis, Layout, block_shape, is_batch, joined, whole
 from ..core.schedule import Schedule, Step
 from ..machine.replicas import Replicas
 from ..machine.topology import Topology
+from .buffers import Buffers
+from .costs import work_time
+from .flops import multiplies
 from .propagation.boundary import Boundary
 from .propagation.forward import schedule
 from .propagation.memo import Memo
 from .roles import drawn_of, examples_of
 
-_DOT = compat.primitive("dot_general")
-_PRODUCTS = (_DOT, compat.primitive("conv_general_dilated"))
 _MOST_TRIED = 24
 _WORTH_DRAWING = 0.8
 _OTHERWISE = "Say otherwise with batch_argnums=, batch_argnames= and batch_axis="
-_INTENSITY = 100  # products on a byte of memory traffic that chips are built for, roughly
 
 
 def choose_batch(captured: Captured, replicas: Replicas) -> Captured:
@@ -46,15 +45,11 @@ def choose_batch(captured: Captured, replicas: Replicas) -> Captured:
 class Cost:
     """What a layout of the batch costs per replica."""
 
-    wire: float  # bytes sent
-    work: float  # bytes made, products included at what chips compute while they read a byte
-
-    def seconds(self, topology: Topology) -> float:
-        """To compare with, not to promise: no latencies, no overlap."""
-        return self.wire / min(ring.rate for ring in topology.rings) + self.work / topology.chip.memory
+    sent: float  # bytes
+    seconds: float  # no latencies, no overlap: to compare with, not to promise
 
 
-def cost_of(captured: Captured, decided: Schedule) -> Cost:
+def cost_of(captured: Captured, decided: Schedule, topology: Topology) -> Cost:
     """Reduced gradients are not counted: they are the price of sharing examples at all, whichever values those are."""
     inputs = captured.program.inputs
     weights = {inputs[i].array.shape for i in captured.state}
@@ -62,34 +57,27 @@ def cost_of(captured: Captured, decided: Schedule) -> Cost:
     blocks = (
         block_shape(v.array.shape, layout, decided.axes) for v, layout in zip(inputs, decided.inputs, strict=True)
     )
-    read = sum(Array(block, v.array.dtype).nbytes for v, block in zip(inputs, blocks, strict=True))
-    # what is split is also smaller at rest; that alone decides between choices that are otherwise alike
-    return Cost(sent, 0.01 * read + sum(work * times for work, times, _ in _works(decided)))
+    held = sum(Array(block, v.array.dtype).nbytes for v, block in zip(inputs, blocks, strict=True))
+    products, _ = work_time(Buffers.of(decided), topology.chip)
+    # Passes count by what they make: a lookup reads few rows of a table, however large that is. What is split is also
+    # smaller at rest; that decides between choices that are otherwise alike.
+    passes = (_made(decided) + 0.01 * held) / topology.chip.memory
+    return Cost(sent, sent / min(ring.rate for ring in topology.rings) + products + passes)
 
 
-def _works(decided: Schedule) -> Iterator[tuple[float, int, Step]]:
-    """Of each equation what one replica makes of it, and how often."""
+def _made(decided: Schedule) -> float:
+    """Bytes that one replica makes."""
+    inside = (t * _made(b) for step in decided.steps for b, t in zip(step.bodies, step.times, strict=True))
+    return sum(inside) + sum(step.ruling.bytes_made for step in decided.steps if not step.bodies)
+
+
+def _products(decided: Schedule) -> Iterator[Step]:
+    """In loops too."""
     for step in decided.steps:
-        for body, times in zip(step.bodies, step.times, strict=True):
-            yield from ((work, times * inside, s) for work, inside, s in _works(body))
-        if not step.bodies:
-            yield step.ruling.bytes_made + _products(step, decided.axes) / _INTENSITY, 1, step
-
-
-def _products(step: Step, axes: tuple[Axis, ...]) -> float:
-    """Multiplications of one replica."""
-    primitive, params = step.equation.primitive, step.equation.params
-    if primitive not in _PRODUCTS:
-        return 0.0
-    left, right = (
-        block_shape(a.array.shape, layout, axes)
-        for a, layout in zip(step.equation.inputs[:2], step.operands[:2], strict=True)
-    )
-    if primitive is _DOT:
-        (contracted, _), _ = params["dimension_numbers"]
-        return step.ruling.elements_made * math.prod(left[d] for d in contracted)
-    features = right[params["dimension_numbers"].rhs_spec[0]]
-    return step.ruling.elements_made * math.prod(right) / max(features, 1)
+        for body in step.bodies:
+            yield from _products(body)
+        if multiplies(step.equation.primitive):
+            yield step
 
 
 class _Search:
@@ -159,12 +147,12 @@ class _Search:
 
     def cost(self, choice: frozenset[Unit]) -> float:
         if choice not in self.costs:
-            self.costs[choice] = cost_of(self.captured, self.plan(choice))
-        return self.costs[choice].seconds(self.replicas.topology)
+            self.costs[choice] = cost_of(self.captured, self.plan(choice), self.replicas.topology)
+        return self.costs[choice].seconds
 
     def sent(self, choice: frozenset[Unit]) -> float:
         self.cost(choice)
-        return self.costs[choice].wire
+        return self.costs[choice].sent
 
     def plan(self, choice: frozenset[Unit]) -> Schedule:
         if choice not in self.plans:
@@ -181,7 +169,7 @@ class _Search:
         return not _moves_examples(self.plan(choice)) and self.shares_products(choice)
 
     def shares_products(self, choice: frozenset[Unit]) -> bool:
-        products = (step for _, _, step in _works(self.plan(choice)) if step.equation.primitive in _PRODUCTS)
+        products = _products(self.plan(choice))
         return all(any(layout != whole(self.axes) for layout in step.operands) for step in products)
 
     def told(self, choice: frozenset[Unit]) -> Examples:

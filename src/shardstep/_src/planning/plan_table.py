@@ -46,6 +46,14 @@ def _limit(plan: Plan) -> str:
     return "" if plan.memory is None else f" of {size(plan.memory)} per device"
 
 
+def _gathered(plan: Plan) -> list[str]:
+    """What is listed at the end is announced at the beginning."""
+    if not plan.fallbacks:
+        return []
+    moved = size(sum(f.bytes for f in plan.fallbacks))
+    return [f"  not sharded       {len(plan.fallbacks)} x, {moved} gathered: see the end"]
+
+
 def table(plan: Plan) -> str:
     """The plan as text: the headline, every leaf, what is communicated, what could not be sharded."""
     lines = [
@@ -63,6 +71,7 @@ def table(plan: Plan) -> str:
         f"  update work       {plan.update_flops.replicated:.3g} -> {plan.update_flops.sharded:.3g} elements",
         f"  engine            {plan.engine} ({plan.why_engine})",
         *(f"  note              {note}" for note in plan.notes),
+        *_gathered(plan),
         "",
     ]
     rows = [("leaf", "shape", "role", "layout", "bytes", "why")]

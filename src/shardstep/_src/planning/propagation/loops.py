@@ -17,6 +17,7 @@ from ...core.layout import (
     Split,
     Varying,
     block_shape,
+    cut,
     fits,
     is_batch,
     put,
@@ -238,6 +239,8 @@ def _beside_time(walk: Walk, atom: Atom) -> Layout:
     for k, placement in enumerate(layout):
         if isinstance(placement, Split) and placement.dim == 0:
             beside = put(layout, k, replace(placement, dim=1, outer=1, extent=0))
+            if len(walk.axes) == 1 and atom.array.ndim > 1 and atom.array.shape[1] > 1:  # with padding, if not evenly
+                beside = (cut(atom.array.shape, 1, walk.axes[k].size, batch=True),)
             movable = is_batch(placement) and fits(atom.array.shape, beside, walk.axes)
             layout = beside if movable else put(layout, k, REPLICATED)
     return layout
