@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import jax
@@ -156,3 +157,33 @@ def test_what_was_asked_for_is_not_changed_by_memory():
 def test_options_refuse_what_is_no_number_of_bytes():
     with pytest.raises(shardstep.ShardstepError, match="memory"):
         shardstep.Options(memory=-1)
+
+
+def stack_of_layers(**how):
+    """The plan for 16 scanned layers and so many examples that it is cheaper to move weights."""
+    layers = shaped(16, WIDTH, WIDTH)
+    sharded = shardstep.shard(momentum(scanned), mesh_of(8), **how)
+    return sharded.plan((layers, layers), shaped(4096, WIDTH))
+
+
+def between(first, then):
+    return int(first.peak_bytes.sharded + then.peak_bytes.sharded) // 2
+
+
+def test_what_is_sent_beyond_the_replicated_step_is_said_first():
+    """Each layer is gathered twice, so that no replica holds all of them."""
+    loose = stack_of_layers(weights="replicated")
+    limit = between(loose, stack_of_layers(weights="sharded"))
+    tight = stack_of_layers(options=shardstep.Options(memory=limit))
+    assert tight.fits and tight.wire_bytes.ratio > 1.2
+    second = str(tight).splitlines()[1]
+    assert "SENDS MORE" in second and "gathered where a loop reads them" in second
+    assert "SENDS MORE" not in str(loose)
+
+
+def test_weights_stay_sharded_where_replicated_ones_would_send_less_but_do_not_fit():
+    gpu = shardstep.Options(topology="h200:8")
+    limit = between(*(stack_of_layers(weights=w, options=gpu) for w in ("replicated", "sharded")))
+    plan = stack_of_layers(options=dataclasses.replace(gpu, memory=limit))
+    assert plan.weights == "sharded" and plan.fits
+    assert "replicated weights would need" in plan.why_weights

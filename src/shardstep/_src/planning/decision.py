@@ -21,8 +21,8 @@ from . import engines, ownership
 from .at_rest import ROOM, WHY_WHOLE, Policy, Taken, choose_weights, layout_at_rest, pads_state, small_bytes, take_turns
 from .batch_choice import replicated
 from .buckets import bucket_bytes, fuse
-from .estimate import estimate
-from .formatting import size
+from .estimate import Estimate, estimate
+from .formatting import duration, size
 from .plan import Owned
 from .precision import travel_in
 from .propagation.boundary import Boundary
@@ -108,10 +108,19 @@ class Attempt:
     why_weights: str
 
     @functools.cached_property
+    def estimate(self) -> Estimate:
+        replicas = self.problem.replicas
+        return estimate(self.schedule, self.problem.donated, replicas.axes, replicas.topology)
+
+    @property
     def peak(self) -> int:
         """Bytes per device, predicted."""
-        replicas = self.problem.replicas
-        return estimate(self.schedule, self.problem.donated, replicas.axes, replicas.topology).memory.peak
+        return self.estimate.memory.peak
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, predicted."""
+        return self.estimate.seconds.total
 
     @property
     def fits(self) -> bool:
@@ -154,12 +163,28 @@ def _reconsidered(problem: Problem, chosen: Attempt) -> Attempt:
         return chosen
     instead, why, margin = _INSTEAD[chosen.weights]
     other = _attempt(problem, instead, why)
-    if chosen.fits:
-        return other if other.fits and other.sent < margin * chosen.sent else chosen
-    if other.peak >= chosen.peak:
+    if chosen.fits and other.sent >= margin * chosen.sent:
         return chosen
-    needed, there = size(chosen.peak), size(problem.memory or 0)
-    return replace(other, why_weights=f"memory: {chosen.weights} weights would need {needed} of {there} per device")
+    if chosen.fits and other.fits:
+        return other if other.seconds <= chosen.seconds or instead == "sharded" else _noting(chosen, _slower(other))
+    if chosen.fits:
+        return _noting(chosen, _larger(other))
+    if other.peak >= chosen.peak:
+        return _noting(chosen, _larger(other))
+    return replace(other, why_weights=_larger(chosen))
+
+
+def _noting(chosen: Attempt, why_not: str) -> Attempt:
+    return replace(chosen, why_weights=f"{chosen.why_weights}; {why_not}")
+
+
+def _larger(other: Attempt) -> str:
+    limit = size(other.problem.memory or 0)
+    return f"memory: {other.weights} weights would need {size(other.peak)} of {limit} per device"
+
+
+def _slower(other: Attempt) -> str:
+    return f"{other.weights} weights would send less, but the step is predicted to take {duration(other.seconds)}"
 
 
 def _attempt(problem: Problem, weights: str, why_weights: str) -> Attempt:

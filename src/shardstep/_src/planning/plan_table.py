@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from .engines import enough
 from .formatting import array, count, duration, size
 from .plan import Owned, Plan, Total
 
@@ -42,6 +43,20 @@ def too_large(plan: Plan) -> str:
     return f"{said}; what would help: {'; '.join(helps)}"
 
 
+def more_wire(plan: Plan) -> str:
+    """What is sent beyond the replicated step, and why; empty if nothing is."""
+    before, after = plan.wire_bytes.replicated, plan.wire_bytes.sharded
+    if enough(after, before):
+        return ""
+    layers = sum(c.total for c in plan.collectives if c.kind == "all-gather" and c.loop and c.times > 1)
+    fallbacks = sum(f.bytes for f in plan.fallbacks)
+    said = f"{size(after)} per replica and step, {size(after - before)} more than the replicated step"
+    if layers and layers >= fallbacks:
+        limit = " so that the step fits" if plan.memory and plan.peak_bytes.replicated > plan.memory else ""
+        return f"{said}: {size(layers)} are layers that are gathered where a loop reads them, not held whole{limit}"
+    return f"{said}: {plan.why_engine}"
+
+
 def _limit(plan: Plan) -> str:
     return "" if plan.memory is None else f" of {size(plan.memory)} per device"
 
@@ -59,6 +74,7 @@ def table(plan: Plan) -> str:
     lines = [
         f"shardstep plan for {plan.replicas} replicas, weights {plan.weights} ({plan.why_weights})",
         *(f"  DOES NOT FIT      {line}" for line in [too_large(plan)] if line),
+        *(f"  SENDS MORE        {line}" for line in [more_wire(plan)] if line),
         f"  machine           {plan.topology}",
         f"  state shared by   {plan.group} replicas ({plan.why_group})",
         f"  state per replica {size(plan.state_bytes.replicated)} -> {size(plan.state_bytes.sharded)}"
