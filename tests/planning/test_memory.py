@@ -80,6 +80,11 @@ KINDS = {
     "many examples": (layered, [shaped(WIDTH, WIDTH)] * 6, 8192),
     "scanned": (scanned, shaped(8, WIDTH, WIDTH), 64),
     "scanned, many examples": (scanned, shaped(8, WIDTH, WIDTH), 8192),
+    "bfloat16, many examples": (
+        lambda params, x: layered([w.astype(jnp.bfloat16) for w in params], x.astype(jnp.bfloat16)).astype(jnp.float32),
+        [shaped(WIDTH, WIDTH)] * 6,
+        8192,
+    ),
     "checkpointed, many examples": (
         lambda params, x: lax.scan(jax.checkpoint(lambda x, w: (jnp.tanh(jnp.tanh(x @ w) @ w), None)), x, params)[
             0

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
 from ..core import compat
 from ..core.layout import Array, Layout, Replicated, Split, block_shape
 from ..core.program import Atom, Equation, Literal, Var
@@ -113,6 +115,7 @@ class _Walk:
 
     def __init__(self, schedule: Schedule):
         self.schedule = schedule
+        self.width = 2 if any(axis.backend.widens for axis in schedule.axes) else 1  # of 16-bit floats inside of a step
         self.values: dict[Var, list[tuple[Layout, Buffer]]] = {}
         self.made: list[Buffer] = []
         self.products: list[Product] = []
@@ -200,7 +203,8 @@ class _Walk:
             self.products.append(product)
         nbytes = self.made_bytes.get(ruling)
         if nbytes is None:
-            nbytes = self.made_bytes[ruling] = [block.nbytes for block in ruling.blocks]
+            width = 1 if step.bodies else self.width
+            nbytes = self.made_bytes[ruling] = [_held(block, width) for block in ruling.blocks]
         results = []
         for var, layout, made in zip(equation.outputs, ruling.results, nbytes, strict=True):
             cheap = kind is Kind.FUSED and equation.primitive not in _EXPENSIVE
@@ -239,6 +243,14 @@ class _Walk:
         if buffer is not None:
             buffer.uses.append(Use(place, Kind.SINK, False, False, None))
         return buffer
+
+
+def _held(block: Array, width: int) -> int:
+    """Bytes of a result. XLA's CPU backend computes 16-bit floats in float32, and keeps them so until they leave a loop
+    or the program.
+    """
+    narrow = width > 1 and getattr(block.dtype, "itemsize", 4) == 2 and jnp.issubdtype(block.dtype, jnp.floating)
+    return block.nbytes * (width if narrow else 1)
 
 
 def _is_strided(t: Transfer) -> bool:
