@@ -4,7 +4,7 @@
 #   make test                 lint, types, tests
 #   make test-all             the same with the tests marked `thorough`: more replicas, more optimizers, more programs
 #   make mutations            break a copy of the code in forty places: the short suite must notice every one
-#   make fuzz SECONDS=600     let Hypothesis look for programs we get wrong
+#   make fuzz SECONDS=600     look for programs we get wrong; prints how many were tried, and the seeds
 #   make docs                 the documentation as a site, warnings are errors
 #   make screenshots          of the report, for the README (needs Chromium)
 #   make bench                step time, memory, bytes on the wire against the alternatives; over half an hour
@@ -48,14 +48,9 @@ test-all: lint types $(VENV)/.installed-$(EXTRAS)
 mutations: $(VENV)/.installed-$(EXTRAS)
 	$(BIN)/python tests/mutations.py $(ARGS)
 
-# Round after round in a fresh process, so that compiled programs do not pile up in memory. The Hypothesis
-# profile (tests/conftest.py) ends a round when the time is up.
+# Whole steps and equations with fresh seeds, counted (tests/fuzz.py).
 fuzz: $(VENV)/.installed-$(EXTRAS)
-	@until=$$(( $$(date +%s) + $(SECONDS) )); round=0; \
-	while [ $$(date +%s) -lt $$until ]; do \
-	  round=$$((round + 1)); echo "== fuzz round $$round, $$((until - $$(date +%s))) s left"; \
-	  SHARDSTEP_FUZZ_UNTIL=$$until $(BIN)/python -m pytest -q -n $(WORKERS) -m hypothesis --hypothesis-profile=fuzz $(ARGS) || exit 1; \
-	done; echo "== no counterexample in $$round rounds"
+	$(BIN)/python tests/fuzz.py --seconds $(SECONDS) $(ARGS)
 
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # (with --quiet it would count no warnings)

@@ -5,16 +5,12 @@ The devices must be asked for before JAX starts its backend; pytest imports this
 
 from __future__ import annotations
 
-import functools
-import math
 import os
-import time
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
-import hypothesis
 import jax
 import pytest
 from hypothesis import HealthCheck, settings
@@ -28,11 +24,7 @@ COMPILING = dict(deadline=None, suppress_health_check=[HealthCheck.too_slow, Hea
 # The same examples on every run: a red run is red for everybody. `make test-all` tries the same ones and more.
 settings.register_profile("ci", derandomize=True, max_examples=2, database=None, **COMPILING)
 settings.register_profile("thorough", derandomize=True, max_examples=20, database=None, **COMPILING)
-# New examples each time, until SHARDSTEP_FUZZ_UNTIL (seconds since the epoch; `make fuzz` sets it).
-settings.register_profile("fuzz", max_examples=200, print_blob=True, **COMPILING)
 settings.load_profile("ci")
-
-FUZZ_UNTIL = float(os.environ.get("SHARDSTEP_FUZZ_UNTIL", "inf"))
 
 
 # Marked `once`: what these test lies in our own code. New files run on every version until they are listed here.
@@ -57,30 +49,6 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if any(item.path.is_relative_to(here / place) for place in ONCE):
             item.add_marker(pytest.mark.once)
-        test = getattr(getattr(item, "obj", None), "hypothesis", None)
-        if test is not None and math.isfinite(FUZZ_UNTIL):
-            test.inner_test = until_time_is_up(test.inner_test)
-
-
-def until_time_is_up(test):
-    """Stop trying new examples at FUZZ_UNTIL; one is always tried, and a failure is still shrunk and reported."""
-    tried = failed = False
-
-    @functools.wraps(test)
-    def run(*args, **kwargs):
-        nonlocal tried, failed
-        if tried and not failed and time.time() > FUZZ_UNTIL:
-            pytest.skip("the time for fuzzing is up")
-        tried = True
-        try:
-            return test(*args, **kwargs)
-        except hypothesis.errors.HypothesisException:  # a rejected example is no failure
-            raise
-        except Exception:
-            failed = True
-            raise
-
-    return run
 
 
 @pytest.fixture

@@ -30,14 +30,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from hypothesis import strategies as st
+import optax
+from choices import Choices, Skip
 from jax import lax
 
 LARGEST = 4096  # elements of a value
 LINES = 8  # of a function, at most
 EXAMPLES = {"x", "z"}
-DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "i32": jnp.int32, "bool": jnp.bool_}
-SIGNIFICANT = {"f32": 24, "bf16": 8}  # bits
+DTYPES = {
+    **{"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16, "c64": jnp.complex64},
+    **{"i32": jnp.int32, "i8": jnp.int8, "u8": jnp.uint8, "bool": jnp.bool_},
+}
+SIGNIFICANT = {"f32": 24, "bf16": 8, "f16": 11}  # bits
+LARGEST_INTEGER = {"i32": 2.0**31, "i8": 2.0**7, "u8": 2.0**8, "bool": 1.0}
 
 
 @jax.custom_vjp
@@ -47,7 +52,27 @@ def halved_gradient(x):
 
 halved_gradient.defvjp(lambda x: (x, None), lambda _, g: (0.5 * g,))
 
-NAMESPACE = {"jax": jax, "jnp": jnp, "lax": lax, "halved_gradient": halved_gradient, **DTYPES}
+CALLS: list[tuple[int, np.ndarray]] = []  # what the last run told the host
+
+
+def told(label: int, x: jax.Array) -> jax.Array:
+    """`x`, which the host is told of."""
+    jax.debug.callback(lambda value: CALLS.append((label, np.asarray(value))), x)
+    return x
+
+
+def hosted(x: jax.Array) -> jax.Array:
+    """`x`, by way of the host."""
+    shape = jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
+    return jax.pure_callback(lambda value: np.asarray(value) * 1, shape, x, vmap_method="broadcast_all")
+
+
+NUMBERS = {"hp": 0.5, "size": 3, "tick": 0}  # Python numbers in the state; `tick` is counted up
+NAMESPACE = {
+    **{"jax": jax, "jnp": jnp, "lax": lax, "optax": optax},
+    **{"halved_gradient": halved_gradient, "told": told, "hosted": hosted},
+    **DTYPES,
+}
 
 
 # -- programs -----------------------------------------------------------------------------------------------------
@@ -95,57 +120,45 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Program:
-    """A training step `step(state, x, z) -> state, metrics` and the arguments to call it with."""
+class Dialect:
+    """What a program's lines may speak of."""
 
-    replicas: int
-    state: tuple[Value, ...]
-    typed_key: bool
-    batch: tuple[Value, ...]
-    batch_axes: tuple[int, ...]
-    source: str
-
-    def __repr__(self) -> str:
-        leaves = ", ".join(f"{v}: {v.dtype}{list(v.shape)}" for v in (*self.state, *self.batch))
-        return f"\n# {self.replicas} replicas; {leaves}; examples on {self.batch_axes}\n{self.source}"
+    n: int  # replicas
+    half: str = ""  # "bf16" or "f16": floats may be that small
+    complexes: bool = False
+    small: bool = False  # int8 and uint8
+    empty: bool = False  # dimensions of size 0
+    numbers: bool = False  # Python numbers in the state
+    calls: bool = False  # calls of the host
+    axis_name: str = ""  # a step per replica: its lines see one replica's examples
+    own_keys: bool = False  # and its random numbers are its own
 
     @property
-    def rounds_to_bf16(self) -> bool:
-        return "bf16" in repr(self)
-
-    def step(self) -> Callable[..., Any]:
-        namespace = dict(NAMESPACE)
-        exec(compile(self.source, "<program>", "exec"), namespace)
-        return namespace["step"]
-
-    def arguments(self) -> tuple[Any, ...]:
-        rng = np.random.default_rng(0)
-        key = jax.random.key(7) if self.typed_key else jax.random.PRNGKey(7)
-        state = {v.name: _data(rng, v) for v in self.state} | {"key": key}
-        return state, *(_data(rng, v) for v in self.batch)
-
-
-def _data(rng: np.random.Generator, v: Value) -> jax.Array:
-    if v.dtype == "i32":
-        data = rng.integers(0, int(v.scale) + 1, v.shape)
-    elif v.exact:
-        data = rng.integers(-16, 17, v.shape) / 8
-    else:
-        data = rng.normal(size=v.shape)
-    return jnp.asarray(data, DTYPES[v.dtype])
+    def odd(self) -> bool:
+        """Does JAX itself refuse some lines?"""
+        return bool(self.half or self.complexes or self.small or self.empty)
 
 
 @functools.lru_cache(maxsize=20_000)
-def _infer(functions: tuple[str, ...], code: str, known: tuple[Value, ...]) -> tuple[tuple[int, ...], str]:
+def _infer(
+    functions: tuple[str, ...], code: str, known: tuple[Value, ...], axis: tuple[str, int] | None
+) -> tuple[tuple[int, ...], str]:
     """The shape and dtype of an expression that calls these functions."""
 
     def run(key, *values):
-        scope = {**NAMESPACE, "key": key, **{v.name: x for v, x in zip(known, values, strict=True)}}
+        scope = {**NAMESPACE, **NUMBERS, "key": key, **{v.name: x for v, x in zip(known, values, strict=True)}}
         exec("\n".join(functions), scope)
         return eval(code, scope)
 
-    out = jax.eval_shape(run, jax.eval_shape(lambda: jax.random.key(0)), *(v.abstract for v in known))
-    return out.shape, next(name for name, dtype in DTYPES.items() if dtype == out.dtype)
+    abstract = jax.eval_shape(lambda: jax.random.key(0)), *(v.abstract for v in known)
+    if axis:
+        out = jax.make_jaxpr(run, axis_env=[axis])(*abstract).out_avals[0]
+    else:
+        out = jax.eval_shape(run, *abstract)
+    names = [name for name, dtype in DTYPES.items() if dtype == out.dtype]
+    if not names:
+        raise Skip
+    return out.shape, names[0]
 
 
 def names_in(code: str) -> frozenset[str]:
@@ -169,16 +182,16 @@ def indent(code: str) -> str:
 # -- writing a function -------------------------------------------------------------------------------------------
 
 
-class Skip(Exception):
-    """No values for this production: the line is left out."""
-
-
 def is_float(v: Value) -> bool:
     return v.dtype in SIGNIFICANT
 
 
 def is_int(v: Value) -> bool:
-    return v.dtype == "i32"
+    return v.dtype in ("i32", "i8", "u8")
+
+
+def is_complex(v: Value) -> bool:
+    return v.dtype == "c64"
 
 
 def is_bool(v: Value) -> bool:
@@ -186,7 +199,12 @@ def is_bool(v: Value) -> bool:
 
 
 def is_number(v: Value) -> bool:
-    return v.dtype != "bool"
+    return is_float(v) or is_int(v)
+
+
+def varies(v: Value) -> bool:
+    """In a step per replica: does each replica have its own?"""
+    return bool(v.roots & EXAMPLES)
 
 
 @dataclass
@@ -203,10 +221,13 @@ class Counter:
 class Writer:
     """A function being written: its lines, and the values that they can read."""
 
-    def __init__(self, draw, values: Sequence[Value], n: int, bf16: bool, smooth=False, outer: Writer | None = None):
-        self.draw = draw
-        self.n = n
-        self.bf16 = bf16
+    def __init__(
+        self, choices: Choices, values: Sequence[Value], dialect: Dialect, smooth=False, outer: Writer | None = None
+    ):
+        self.choices = choices
+        self.dialect = dialect
+        self.n = dialect.n
+        self.straight = True  # every replica passes here, as often as the others
         self.smooth = smooth or (outer is not None and outer.smooth)
         self.values = list(values)
         self.lines: list[Line] = []
@@ -224,16 +245,13 @@ class Writer:
     # -- choices
 
     def one_of(self, options: Iterable[Any]) -> Any:
-        options = list(options)
-        if not options:
-            raise Skip
-        return self.draw(st.sampled_from(options))
+        return self.choices.one_of(options)
 
     def between(self, low: int, high: int) -> int:
-        return self.draw(st.integers(low, high))
+        return self.choices.between(low, high)
 
     def coin(self) -> bool:
-        return self.draw(st.booleans())
+        return self.choices.coin()
 
     def visible(self) -> list[Value]:
         """Latest first: a program that goes on with what it has is the more interesting one."""
@@ -275,13 +293,25 @@ class Writer:
                 called.append(line)
         return called[::-1], [v for v in self.visible() if v.name in names]
 
-    def line(self, code: str, scale: float = 1.0, grain: int | None = None) -> Value:
+    def infer(self, functions: tuple[str, ...], code: str, reads: tuple[Value, ...]) -> tuple[tuple[int, ...], str]:
+        axis = (self.dialect.axis_name, self.n) if self.dialect.axis_name else None
+        try:
+            return _infer(functions, code, reads, axis)
+        except (ArithmeticError, IndexError, NotImplementedError, TypeError, ValueError):
+            if self.dialect.odd:  # the maximum of nothing, the Cholesky decomposition of a float16 matrix
+                raise Skip from None
+            raise
+
+    def line(
+        self, code: str, scale: float = 1.0, grain: int | None = None, roots: frozenset[str] | None = None
+    ) -> Value:
         """Write `name = code`. What is large is scaled down by a power of two, which is exact and linear."""
         functions, reads = self.reads(code)
-        shape, dtype = _infer(tuple(f.code for f in functions), code, tuple(reads))
-        if math.prod(shape) > LARGEST or len(shape) > 4 or 0 in shape:
+        shape, dtype = self.infer(tuple(f.code for f in functions), code, tuple(reads))
+        if math.prod(shape) > LARGEST or len(shape) > 4 or (0 in shape and not self.dialect.empty):
             raise Skip
-        if dtype in SIGNIFICANT:
+        if dtype in SIGNIFICANT or dtype == "c64":
+            grain = None if dtype == "c64" else grain
             if grain is not None and scale * 2.0**grain >= 2 ** SIGNIFICANT[dtype]:
                 grain = None
             largest = 4 if grain is None else 64
@@ -290,9 +320,12 @@ class Writer:
                 code, scale = f"{2.0**-down} * ({code})", scale * 2.0**-down
                 grain = None if grain is None else grain + down
         else:
-            scale, grain = min(scale, 2.0**31), 0
+            scale, grain = min(scale, LARGEST_INTEGER[dtype]), 0
         name = self.fresh("v")
-        value = Value(name, shape, dtype, max(scale, 2.0**-6), grain, frozenset().union(*(v.roots for v in reads)))
+        if roots is None:
+            draws = self.dialect.own_keys and any("key" in names_in(c) for c in (code, *(f.code for f in functions)))
+            roots = frozenset().union(*(v.roots for v in reads), EXAMPLES if draws else ())
+        value = Value(name, shape, dtype, max(scale, 2.0**-6), grain, roots)
         self.lines.append(Line(name, f"{name} = {code}", names_in(code)))
         self.values.append(value)
         return value
@@ -301,12 +334,13 @@ class Writer:
         """Write `name = code` where code calls a function that was written: how large its integers are is not known."""
         value = self.line(code, 2.0)
         if is_int(value):
-            value = self.values[-1] = dataclasses.replace(value, scale=2.0**31)
+            value = self.values[-1] = dataclasses.replace(value, scale=LARGEST_INTEGER[value.dtype])
         return value
 
     def function(self, parameters: Sequence[Value], returned: Callable[[Writer], str], lines: int = 3) -> str:
         """Write `def f(parameters): ...` and return its name; `returned` says what, given the function's writer."""
-        inner = Writer(self.draw, parameters, self.n, self.bf16, outer=self)
+        inner = Writer(self.choices, parameters, self.dialect, outer=self)
+        inner.straight = False
         inner.write(self.between(1, lines))
         result = returned(inner)
         name = self.fresh("fun")
@@ -320,10 +354,21 @@ class Writer:
         return dataclasses.replace(like, name=self.fresh("p"), **changes)
 
     def write(self, lines: int) -> None:
-        table = PRODUCTIONS if self.depth < 2 else [p for p in PRODUCTIONS if p not in NESTING]
+        table = [p for p in PRODUCTIONS if self.depth < 2 or p not in NESTING] + self.extras()
         for _ in range(lines):
             with contextlib.suppress(Skip):
                 self.one_of(table)(self)
+
+    def extras(self) -> list[Callable[[Writer], None]]:
+        """The productions of this dialect."""
+        dialect = self.dialect
+        return [
+            *(COMPLEX * 2 if dialect.complexes else []),
+            *([nothing] * 2 if dialect.empty else []),
+            *(WITH_NUMBERS * 2 if dialect.numbers else []),
+            *(CALLS_OF_THE_HOST * 3 if dialect.calls else []),
+            *([collective] * 8 if dialect.axis_name and self.straight else []),
+        ]
 
     def fit(self, v: Value, shape: tuple[int, ...]) -> str:
         """`v` summed over such dimensions that the rest broadcasts to `shape`."""
@@ -334,19 +379,21 @@ class Writer:
         factor = "" if scale <= 2 else f"{2.0 ** -math.ceil(math.log2(scale / 2))} * "
         return f"{factor}jnp.sum({v}, axis={axes})" if axes else f"{factor}{v}"
 
-    def next_of(self, old: Value, accept: Callable[[Value], bool] = is_number) -> str:
+    def next_of(self, old: Value, accept: Callable[[Value], bool] = lambda v: True) -> str:
         """A new value for a state leaf or a carry: as large as the old one, of the same shape and dtype."""
         if is_int(old):
-            terms = [v for v in self.visible() if is_int(v) and v.name != old.name and v.size]
+            terms = [v for v in self.visible() if is_int(v) and accept(v) and v.name != old.name and v.size]
             if not terms or self.coin():
                 return f"{old} + 1"
-            return f"({old} + jnp.sum({self.one_of(terms)})) % 7"
-        floats = [v for v in self.visible() if accept(v) and v.name != old.name]
+            return f"(({old} + jnp.sum({self.one_of(terms)})) % 7).astype({old.dtype})"
+        floats = [v for v in self.visible() if accept(v) and (is_number(v) or v.dtype == old.dtype)]
+        floats = [v for v in floats if v.name != old.name]
         same = [v for v in floats if v.shape == old.shape]
         if not floats:
             return f"0.5 * {old}"
         update = self.fit(self.one_of(same[:2] + floats[:4] if same else floats), old.shape)
-        code = self.one_of([f"0.5 * {old} + 0.5 * jnp.tanh({update})", f"0.5 * {old} - 0.25 * {update}"])
+        forms = [f"0.5 * {old} - 0.25 * {update}"]
+        code = self.one_of(forms if is_complex(old) else [f"0.5 * {old} + 0.5 * jnp.tanh({update})", *forms])
         return f"({code}).astype({old.dtype})"
 
 
@@ -479,9 +526,11 @@ def where(w: Writer) -> None:
 
 
 def cast(w: Writer) -> None:
-    v = w.pick(lambda v: not is_float(v) or v.exact or w.bf16)
-    to = w.one_of(["f32", *(["i32"] if v.exact else []), *(["bf16"] if w.bf16 else [])])
-    w.line(f"{v}.astype({to})", v.scale, 0 if to == "i32" else v.grain)
+    half = [w.dialect.half] if w.dialect.half else []
+    v = w.pick(lambda v: not is_complex(v) and (not is_float(v) or v.exact or bool(half)))
+    small = ["i8", "u8"] * 2 if w.dialect.small and not is_float(v) else []  # of floats out of range: undefined
+    to = w.one_of(["f32", *(["i32"] if v.exact else []), *half, *small])
+    w.line(f"{v}.astype({to})", v.scale, v.grain if to in SIGNIFICANT else 0)
 
 
 # -- shapes -------------------------------------------------------------------------------------------------------
@@ -939,6 +988,108 @@ def branch(w: Writer) -> None:
         w.line_of_call(f"lax.switch({scalar_index(w, 3)}, [{f}, {g}, lambda p: p], {v})")
 
 
+def loop_per_example(w: Writer) -> None:
+    """Each example goes round as often as it says itself."""
+    times = w.pick(lambda v: is_int(v) and v.ndim > 0 and v.size > 0)
+    v = w.pick(lambda v: is_number(v) and v.ndim > 0 and times.shape[0] in v.shape)
+    d = w.one_of(e for e, size in enumerate(v.shape) if size == times.shape[0])
+    if w.smooth:
+        raise Skip  # a while loop has no gradient
+    carry = w.parameter(typed(v), shape=_without(v.shape, [d]))
+    f = w.function([carry], lambda inner: inner.next_of(carry))
+    step = f"lambda c: (c[0] - 1, {f}(c[1]))"
+    loop = f"lambda k, c: lax.while_loop(lambda c: jnp.any(c[0] > 0), {step}, (k % 4, c))[1]"
+    w.line_of_call(f"jax.vmap({loop}, in_axes=(0, {d}), out_axes={d})({times}, {v})")
+
+
+# -- some programs only -------------------------------------------------------------------------------------------
+
+
+def make_complex(w: Writer) -> None:
+    a = w.pick(lambda v: v.dtype == "f32")
+    forms = [f"{a} * (0.5 - 1j)", f"jnp.exp(1j * {a})", f"lax.complex({a}, 0.5 * {a})"]
+    if a.ndim:
+        d = w.axis(a)
+        forms += [f"{1 / a.shape[d]:.3} * jnp.fft.fft({a}, axis={d})"] * 2
+    w.line(w.one_of(forms), 2 * a.scale)
+
+
+def of_complex(w: Writer) -> None:
+    v = w.pick(is_complex)
+    forms = ["jnp.conj({})", "({} * jnp.conj({})).real", "jnp.real({})", "jnp.imag({})", "1j * {}", "jnp.square({})"]
+    w.line(w.one_of(forms).format(v, v), v.scale**2 + v.scale)
+
+
+def with_complex(w: Writer) -> None:
+    a = w.pick(is_complex)
+    b = w.partner(a, lambda v: is_complex(v) or v.dtype == "f32")
+    w.line(f"{a} {w.one_of('+-*')} {b}", a.scale * b.scale + a.scale + b.scale)
+
+
+def over_complex(w: Writer) -> None:
+    v = w.pick(lambda v: is_complex(v) and v.ndim > 0)
+    axes, d = w.axes(v), w.axis(v)
+    forms = [f"jnp.mean({v}, axis={axes})", f"jnp.sum({v}, axis={axes}, keepdims=True)", f"lax.cumsum({v}, axis={d})"]
+    w.line(w.one_of([*forms, f"jnp.fft.ifft({v}, axis={d})"]), _total(v, v.size))
+
+
+def complex_dot(w: Writer) -> None:
+    a = w.pick(lambda v: is_complex(v) and v.ndim > 0)
+    b = w.pick(lambda v: is_complex(v) and bool(set(v.shape) & set(a.shape)))
+    i, j = w.one_of((i, j) for i in range(a.ndim) for j in range(b.ndim) if a.shape[i] == b.shape[j])
+    w.line(f"jnp.tensordot({a}, {b}, ({i}, {j}))", a.scale * b.scale * math.sqrt(a.shape[i]))
+
+
+def nothing(w: Writer) -> None:
+    v = anything(w)
+    d = w.axis(v)
+    same(w, v, f"{v}[{':, ' * d}0:0]")
+
+
+def by_number(w: Writer) -> None:
+    v = w.pick()
+    forms = ["hp * {}", "({0} if hp > 0.25 else -{0})", "{} / (tick + 1)", "{} ** (size - 1)"]
+    w.line(w.one_of(forms).format(v), v.scale**2 + v.scale)
+
+
+def of_size(w: Writer) -> None:
+    v = anything(w)
+    forms = [f"jnp.broadcast_to({v}, (size, *{v}.shape))", "jnp.arange(size)", "jnp.full((size,), hp)"]
+    forms += [f"jnp.concatenate([{v}] * size, axis={w.axis(v)})"] if v.ndim else []
+    code = w.one_of(forms)
+    w.line(code, max(v.scale, 3.0), v.grain if str(v) in names_in(code) else 1)
+
+
+def tell(w: Writer) -> None:
+    same(w, v := anything(w), f"told({w.fresh.used}, {v})")
+
+
+def host(w: Writer) -> None:
+    if w.smooth:
+        raise Skip  # no gradient
+    same(w, v := w.pick(is_number), f"hosted({v})")
+
+
+def collective(w: Writer) -> None:
+    """What replicas know of one another: a sum or all of it is shared by all, unless it is each one's own."""
+    axis = f'"{w.dialect.axis_name}"'
+    v = w.pick(lambda v: is_number(v) and varies(v))
+    ring = [(i, (i + 1) % w.n) for i in range(w.n)]
+    shared = [(f"lax.psum({v}, {axis})", _total(v, w.n)), (f"lax.all_gather({v}, {axis})", v.scale)]
+    shared += [(f"lax.pmean({v}, {axis})", v.scale)] * 4 if is_float(v) else []
+    if v.exact or not w.smooth:
+        shared.append((f"lax.pmax({v}, {axis})", v.scale))
+    if v.ndim:
+        shared.append((f"lax.all_gather({v}, {axis}, axis={w.axis(v)}, tiled=True)", v.scale))
+    own = [(f"lax.ppermute({v}, {axis}, {ring})", v.scale), (f"{v} + lax.axis_index({axis})", v.scale + w.n)]
+    if v.ndim and v.shape[0] % w.n == 0:
+        own.append((f"lax.all_to_all({v}, {axis}, 0, 0, tiled=True)", v.scale))
+        own.append((f"lax.psum_scatter({v}, {axis}, tiled=True)", _total(v, w.n)))
+    code, scale = w.one_of([*shared, *own])
+    grain = None if "pmean" in code else v.grain
+    w.line(code, scale, grain, frozenset() if (code, scale) in shared else v.roots)
+
+
 # -- the table ----------------------------------------------------------------------------------------------------
 
 ELEMENTWISE = [smooth, linear, square, kinked, arithmetic, ratio, extremum, where, cast]
@@ -950,110 +1101,11 @@ INDEXING = [take, take_along, scatter, count, update, dynamic_slice, one_hot]
 DRAWS = [random, dropout, permutation]
 LINALG = [linalg, fourier]
 UPDATES = [moment, by_norm, by_rows]
-NESTING = [nested_call, vmap, scan, repeated, branch]
+NESTING = [nested_call, vmap, scan, repeated, branch, loop_per_example]
+COMPLEX = [make_complex, of_complex, of_complex, with_complex, over_complex, complex_dot]
+WITH_NUMBERS = [by_number, of_size]
+CALLS_OF_THE_HOST = [tell, tell, host]
 
 PRODUCTIONS = [
     *ELEMENTWISE, *EXACT, *SHAPES, *REDUCTIONS, *CONTRACTIONS, *INDEXING, *DRAWS, *LINALG, *UPDATES, *NESTING, *NESTING
 ]  # fmt: skip
-
-
-# -- whole steps --------------------------------------------------------------------------------------------------
-
-
-@st.composite
-def programs(draw, training: bool, replicas: Sequence[int] = (2, 3, 8, 5, 8, 1)) -> Program:
-    """A step whose new state is any function of state and examples, or (`training`) of a gradient too."""
-    n = draw(st.sampled_from(replicas))
-    examples = n * draw(st.integers(1, 3 if n < 5 else 2))
-    bf16 = draw(st.integers(0, 7)) == 7
-    dims = draw(st.lists(st.sampled_from([1, 2, 3, 4, n, 2 * n, examples]), min_size=2, max_size=3))
-    shapes = st.lists(st.sampled_from(dims), min_size=1, max_size=3).map(tuple)
-    floats = st.sampled_from(["f32", "f32", "bf16"]) if bf16 else st.just("f32")
-
-    weights = [_leaf(f"w{i}", draw(shapes), draw(floats)) for i in range(draw(st.integers(1, 3)))]
-    like = st.sampled_from([w.shape for w in weights]) | shapes
-    moments = [_leaf(f"m{i}", draw(like), draw(floats)) for i in range(draw(st.integers(0, 2)))]
-    state = (*weights, *moments, Value("count", (), "i32", 7.0, 0, frozenset(["count"])))
-
-    features = [draw(st.sampled_from(dims)) for _ in range(draw(st.integers(1, 4)))]
-    axis = draw(st.sampled_from([0, 0, 0, 1]))
-    x_shape = (examples, *features[:2])
-    z_shape = (draw(st.sampled_from(dims)), examples) if axis else (examples, *features[2:])
-    x = Value("x", x_shape, draw(floats), 2.0, 3, frozenset("x"))
-    z = draw(
-        st.sampled_from(
-            [Value("z", z_shape, "i32", 4.0, 0, frozenset("z")), Value("z", z_shape, "f32", 2.0, 3, frozenset("z"))]
-        )
-    )
-
-    w = Writer(draw, (*moments, state[-1], z, *weights, x), n, bf16)
-    lines = [f'{v} = state["{v}"]' for v in (*state, "key")]
-    if training:
-        w.write(draw(st.integers(0, 2)))
-        _loss(w, weights)
-    w.write(draw(st.integers(1, 4) if training else st.integers(3, LINES)))
-    returned = _returned(w, state)
-    lines += [line.code for line in needed(w.lines, returned) if line.code] + [returned]
-    source = "def step(state, x, z):\n" + indent("\n".join(lines))
-    return Program(n, state, draw(st.booleans()), (x, z), (0, axis), source)
-
-
-def _leaf(name: str, shape: tuple[int, ...], dtype: str) -> Value:
-    return Value(name, shape, dtype, 2.0, None, frozenset([name]))
-
-
-def meet(w: Writer, weight: Value) -> None:
-    """A layer: some value that depends on the examples, and the weight."""
-    h = w.pick(lambda v: is_float(v) and bool(v.roots & EXAMPLES))
-    pairs = [(i, j) for i in range(h.ndim) for j in range(weight.ndim) if h.shape[i] == weight.shape[j]]
-    forms = [(f"jnp.tensordot({h}, {weight}, ({i}, {j}))", h.shape[i]) for i, j in pairs]
-    if _broadcast(h.shape, weight.shape) is not None:
-        forms += [(f"{h} * {weight}", 1), (f"{h} + {weight}", 1)]
-    code, terms = w.one_of(forms or [(f"{h} * jnp.mean({weight})", 1)])
-    try:
-        w.line(code, max(h.scale, 1.0) * weight.scale * math.sqrt(terms))
-    except Skip:  # too large
-        w.line(f"{h} * jnp.mean({weight})", h.scale * weight.scale)
-
-
-def _loss(w: Writer, weights: Sequence[Value]) -> None:
-    """Gradients of a loss: the mean of what a random network makes of the examples."""
-    inner = Writer(w.draw, weights, w.n, w.bf16, smooth=True, outer=w)
-    for weight in weights:
-        meet(inner, weight)
-        inner.write(w.between(0, 3))
-    floats = [v for v in inner.values[::-1] if is_float(v)]
-    useful = sorted(floats, key=lambda v: -len(v.roots))
-    terms = [
-        f"jnp.mean({form.format(v)}).astype(f32)"
-        for v in useful[: w.between(1, 2)]
-        for form in [w.one_of(["jnp.square({})", "jnp.cos({})"])]
-    ]
-    aux = w.one_of(inner.values[::-1])
-    result = f"{' + '.join(terms)}, {aux}"
-    body = [line.code for line in needed(inner.lines, result)] + [f"return {result}"]
-    names = ", ".join(map(str, weights))
-    code = f"def loss({names}):\n" + indent("\n".join(body))
-    gradients = [dataclasses.replace(v, name=f"g{i}", scale=1.0) for i, v in enumerate(weights)]
-    code += (
-        f"\n(value, aux), ({''.join(f'{g}, ' for g in gradients)}) = "
-        f"jax.value_and_grad(loss, {tuple(range(len(weights)))}, has_aux=True)({names})"
-    )
-    roots = frozenset().union(*(v.roots for v in w.visible()))
-    uses = names_in(code)
-    found = [dataclasses.replace(aux, name="aux"), Value("value", (), "f32"), *gradients]
-    w.lines += [Line(v.name, code if i == 0 else "", uses | {"aux"} - {v.name}) for i, v in enumerate(found)]
-    w.values += [dataclasses.replace(v, roots=roots) for v in found]
-
-
-def _returned(w: Writer, state: Sequence[Value]) -> str:
-    """The new state, and as metrics whatever is not read by anything: every line counts."""
-    leaves = {v.name: w.next_of(v) for v in state}
-    leaves["key"] = w.one_of(["key", "jax.random.fold_in(key, 1)", "jax.random.split(key)[0]"])
-    read = frozenset().union(*(line.uses for line in w.lines), *map(names_in, leaves.values()))
-    metrics = {line.name: line.name for line in w.lines if line.name not in read and not line.is_function}
-    return f"return {_dict(leaves)}, {_dict(metrics)}"
-
-
-def _dict(entries: dict[str, str]) -> str:
-    return "{" + ", ".join(f'"{k}": {v}' for k, v in entries.items()) + "}"

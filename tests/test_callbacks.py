@@ -286,6 +286,18 @@ def test_a_pure_callback_sees_whole_values(kind):
     assert_called_alike(*run(make, *arguments(), mesh=mesh))
 
 
+def test_a_pure_callback_on_state_that_the_last_call_returned():
+    def step(w, x):
+        gradient = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        return w - jax.pure_callback(lambda g: np.asarray(g) / 2, jax.ShapeDtypeStruct(w.shape, w.dtype), gradient)
+
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
+    w, x = arguments()
+    expected = jax.jit(step)(jax.jit(step)(w, x), x)
+    sharded = shardstep.shard(step, mesh, batch_argnums=1, options=EVERYTHING)
+    np.testing.assert_allclose(sharded(sharded(w, x), x), expected, rtol=1e-5, atol=1e-6)
+
+
 def test_checkify_reports_what_it_reports_under_jit():
     def step(w, x):
         new, loss = train(w, x)

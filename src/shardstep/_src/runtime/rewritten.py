@@ -159,6 +159,8 @@ class Rewritten:
 
     def run(self, program: Callable[..., Any], arrays: Sequence[Any]) -> Any:
         """What the step returns for arguments that are laid out, computed by this form of its program."""
+        if self._retyped:  # what the last call returned
+            arrays = [meshes.untyped(x, self.mesh) for x in arrays]
         with meshes.within(self.mesh.abstract_mesh):
             outputs = list(program(*arrays, *self.constants))
         if self._retyped:

@@ -42,7 +42,7 @@ from .boundary import Boundary
 from .meetings import Meetings
 from .memo import Conversion, Memo, MemoKey, Outcome, Preferences
 from .preferences import due_at_the_end, no_preferences, preferences_of
-from .rule_queries import combinations, localise, repeated, valid_decisions, work
+from .rule_queries import combinations, localise, nests, repeated, valid_decisions, work
 from .values import Values
 
 _DRAW = compat.primitive("random_bits")
@@ -201,7 +201,7 @@ class Forward(Values):
         fallbacks = len(self.fallbacks)
         for k, axis in enumerate(self.axes):
             site = replace(site, n=axis.size, wants=tuple(self.want(equation, v, k) for v in equation.outputs))
-            decision = self.choose(site, equation, k)
+            decision = self.choose(site, equation, per_axis)
             per_axis.append(decision)
             site = localise(site, decision)
         emits = [d.emit for d in per_axis if d.emit is not None]
@@ -217,7 +217,9 @@ class Forward(Values):
             visit=_visit(per_axis),
         )
 
-    def choose(self, site: Site, equation: Equation, k: int) -> Decision:
+    def choose(self, site: Site, equation: Equation, outer: Sequence[Decision]) -> Decision:
+        """The best decision for the axis after those that decided already."""
+        k = len(outer)
         options = [self.options(a, k) for a in equation.inputs]
         held = [self.usable(a, k) for a in equation.inputs]
         if all(o == [REPLICATED] for o in options) and not any(site.wants) and not speaks_of_replicas(site.primitive):
@@ -249,7 +251,7 @@ class Forward(Values):
         best, best_score = None, (True, math.inf, math.inf, True)
         for placements in combinations(options):
             for decision in valid_decisions(site, placements):
-                if in_vain(decision):
+                if in_vain(decision) or not nests(outer, decision):
                     continue
                 if (found := score(decision)) < best_score and math.isfinite(found[1]):
                     best, best_score = decision, found

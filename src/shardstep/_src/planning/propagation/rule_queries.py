@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from ...core.layout import REPLICATED, VARYING, Array, Partial, Placement, Split, cut, divides, is_padded, local_shape
 from ...core.pieces import STACKED
@@ -48,6 +48,19 @@ def valid_decisions(site: Site, placements: tuple[Placement, ...]) -> Iterator[D
         pairs = zip(site.inputs + site.outputs, decision.operands + decision.results, strict=True)
         if all(not isinstance(p, Split) or divides(a.shape, p, site.n) for a, p in pairs):
             yield decision
+
+
+def nests(outer: Sequence[Decision], inner: Decision) -> bool:
+    """May an axis decide so after these?
+
+    Where an outer axis pads a dimension, the padding is at the end of the last block, and a replica finds it by its
+    block's first index. A split with an `outer` factor takes rows from all over a block: its first index says nothing.
+    """
+    return not any(
+        isinstance(p, Split) and p.outer > 1 and isinstance(q, Split) and q.extent and q.dim == p.dim
+        for decision in outer
+        for p, q in zip(inner.operands + inner.results, decision.operands + decision.results, strict=True)
+    )
 
 
 def combinations(options: list[list[Placement]]) -> Iterator[tuple[Placement, ...]]:

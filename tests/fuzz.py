@@ -1,0 +1,155 @@
+"""`make fuzz`: random whole steps and random equations, with fresh seeds, for so many seconds; counts what it tried.
+
+    python tests/fuzz.py --seconds 600 [--seed S] [--only steps|equations] [--log FILE]
+    python tests/fuzz.py --replay step:training:123456     # one program again, made as small as it gets
+
+It works in rounds, each in a process of its own, so that compiled programs do not pile up in memory. A round prints one
+line that starts with `FUZZ ` and is JSON; the last line, `FUZZ TOTAL `, adds them up. The exit status says whether a
+number was wrong or something crashed that is no clear refusal.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Compiling a program well takes longer than running it badly.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_use_fusion_emitters=false"
+
+import argparse
+import collections
+import json
+import subprocess
+import sys
+import time
+import traceback
+
+import equations
+import jax
+import whole_steps
+from choices import Dice, simplified
+
+import shardstep
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_disable_most_optimizations", True)
+
+KINDS = ("both", "steps", "equations")
+STEPS_PER_ROUND = 100
+
+
+def try_step(choices: Dice, kind: str) -> tuple[str, str]:
+    """What became of a program: "right", "refused" (clearly), "unwritable", "wrong" or "crashed"; and why."""
+    program = None
+    try:
+        program = whole_steps.write(choices, kind)
+        wrong = whole_steps.disagreements(program)
+        return ("wrong", f"{wrong}\n{program!r}") if wrong else ("right", "")
+    except whole_steps.Unwritable as error:
+        return "unwritable", str(error)
+    except shardstep.ShardstepError as error:
+        return ("crashed" if "internal error" in str(error) else "refused"), f"{error}\n{program!r}"
+    except Exception:
+        return ("crashed" if program is not None else "unwritable"), f"{traceback.format_exc()}\n{program!r}"
+
+
+def round_of(seed: int, until: float, only: str = "both") -> dict:
+    """One process's worth: whole steps, and equations played by hand."""
+    counts: collections.Counter = collections.Counter()
+    failures, refusals = [], collections.Counter()
+    for i in range(STEPS_PER_ROUND if only != "equations" else 0):
+        if time.time() > until:
+            break
+        kind = whole_steps.KINDS[i % len(whole_steps.KINDS)]
+        outcome, why = try_step(Dice(seed + i), kind)
+        counts[outcome] += 1
+        if outcome in ("wrong", "crashed"):
+            failures.append(f"step:{kind}:{seed + i}")
+            print(f"-- {outcome}: --replay {failures[-1]}\n{why}", flush=True)
+        if outcome in ("refused", "unwritable"):
+            refusals[f"{kind}:{seed + i} {outcome}: {why.strip().splitlines()[0][:200]}"] += 1
+    played = equations.Played()
+    for i in range(STEPS_PER_ROUND if only != "steps" else 0):
+        if time.time() > until:
+            break
+        try:
+            equations.play(Dice(seed + i), played)
+        except Exception:
+            failures.append(f"equations::{seed + i}")
+            print(f"-- an equation: --replay {failures[-1]}\n{traceback.format_exc()}", flush=True)
+    return {
+        "seed": seed,
+        "steps": counts["right"] + counts["wrong"] + counts["crashed"],
+        **{outcome: counts[outcome] for outcome in ("right", "refused", "unwritable", "wrong", "crashed")},
+        "equations": played.equations,
+        "plays": played.plays,
+        "on_two_axes": played.on_two_axes,
+        "padded": played.padded,
+        "rules": sorted(played.rules),
+        "failures": failures,
+        "refusals": list(refusals),
+    }
+
+
+def replay(what: str) -> None:
+    kind, how, seed = what.split(":")
+    if kind == "equations":
+        equations.play(Dice(int(seed)), equations.Played())
+        return
+    dice = Dice(int(seed))
+    outcome, why = try_step(dice, how)
+    print(outcome, why)
+    if outcome in ("wrong", "crashed"):
+        print("simplifying ...", flush=True)
+        made = simplified(dice.made, lambda made: try_step(Dice(made=made), how)[0] == outcome)
+        print(*try_step(Dice(made=made), how))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--only", choices=KINDS, default="both")
+    parser.add_argument("--log")
+    parser.add_argument("--replay")
+    parser.add_argument("--round", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
+    told = parser.parse_args()
+    if told.replay:
+        replay(told.replay)
+        return 0
+    if told.round is not None:
+        print("FUZZ", json.dumps(round_of(told.round, told.until, told.only)), flush=True)
+        return 0
+    return rounds(told)
+
+
+def rounds(told: argparse.Namespace) -> int:
+    until = time.time() + told.seconds
+    first = seed = time.time_ns() // 1000 % 10**9 * 1000 if told.seed is None else told.seed
+    total: collections.Counter = collections.Counter()
+    rules: set[str] = set()
+    failures: list[str] = []
+    while time.time() < until:
+        command = [sys.executable, __file__, "--round", str(seed), "--until", str(until), "--only", told.only]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        print(done.stdout, end="", flush=True)
+        if told.log:
+            with open(told.log, "a") as log:
+                log.write(done.stdout)
+        line = done.stdout.splitlines()[-1] if done.stdout else ""
+        if line.startswith("FUZZ "):
+            found = json.loads(line.removeprefix("FUZZ "))
+            total.update({k: v for k, v in found.items() if isinstance(v, int) and k != "seed"})
+            rules |= set(found["rules"])
+            failures += found["failures"]
+        else:  # the process itself died
+            failures.append(f"round:{seed}")
+        seed += 1000
+    summary = {"seed": first, **total, "rules": len(rules), "failures": failures}
+    print("FUZZ TOTAL", json.dumps(summary), flush=True)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
