@@ -310,6 +310,27 @@ def test_a_scan_whose_carry_is_reduced_each_time():
     assert_update_is_sharded(*agree(step_with(lambda g: lax.pmean(g, "batch"), normalised), 8))
 
 
+LOOPS = {
+    "scan": lambda body, init: lax.scan(lambda c, _: (body(c), None), init, None, length=3)[0],
+    "fori": lambda body, init: lax.fori_loop(0, 3, lambda i, c: body(c), init),
+    "while": lambda body, init: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, body(c[1])), (0, init))[1],
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+def test_a_shared_sum_that_a_loop_makes_each_replicas_own(loop):
+    """The loop carries it as a replica's own; to its other readers it stays what all replicas share."""
+
+    def step(state, batch):
+        state, _ = step_with(lambda g: lax.pmean(g, "batch"))(state, batch)
+        shared = lax.pmean(batch["x"][:3], "batch")
+        own = loop(lambda c: 0.5 * c + batch["x"][:3], shared)
+        params, moments = state
+        return (jax.tree.map(lambda w: w + 0.01 * jnp.mean(shared), params), moments), own
+
+    agree(step, 4, metrics=MINE)
+
+
 def test_a_branch_on_a_reduced_condition():
     def skip_bad(gradients):
         gradients = lax.pmean(gradients, "batch")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ...core.layout import Array, Axis, Layout, Partial, origins
+from ...core.layout import Array, Axis, Layout, Partial, Varying, origins
 from ...core.moves import layout_cost
 from ...core.program import Kinds
 from ...core.schedule import Preference, Ruling, Schedule
@@ -59,7 +59,12 @@ class Forms:
             return target
         if len(self.materialized) == 1:
             return self.materialized[0]
-        return min(self.materialized, key=lambda f: layout_cost(f, target, array, axes))
+        shared = [f for f in self.materialized if _varies(target) or not _varies(f)]
+        return min(shared or self.materialized, key=lambda f: layout_cost(f, target, array, axes))
+
+
+def _varies(layout: Layout) -> bool:
+    return any(isinstance(p, Varying) for p in layout)
 
 
 class Conversion(NamedTuple):
@@ -113,4 +118,6 @@ class Memo:
 
     def added(self, forms: Forms, layout: Layout) -> Forms:
         """Those of a value that is now held in another layout too."""
-        return self.forms((*forms.visible, layout), (*forms.materialized, layout), forms.preferences)
+        # What all replicas share is not shown as one replica's own, only because a loop carries it as such.
+        visible = forms.visible if _varies(layout) and not _varies(forms.primary) else (*forms.visible, layout)
+        return self.forms(visible, (*forms.materialized, layout), forms.preferences)

@@ -13,6 +13,7 @@ from ...core.layout import (
     Placement,
     Replicated,
     Split,
+    Varying,
     fits,
     is_batch,
     put,
@@ -82,7 +83,11 @@ class Values:
 
     def hold(self, atom: Atom, target: Layout) -> Layout:
         """Convert a value for its reader, and remember that it is now held this way too."""
-        if isinstance(atom, Var) and target not in (forms := self.forms[atom]).materialized:
+        if isinstance(atom, Var) and target not in self.forms[atom].materialized:
+            reduced = tuple(map(_reduced_first, self.primary(atom), target))
+            if reduced != target:
+                self.hold(atom, reduced)
+            forms = self.forms[atom]
             source = forms.source(target, atom.array, self.axes)
             self.convert(atom, source, target, self.memo.added(forms, target))
         return target
@@ -104,3 +109,8 @@ class Values:
             return ()
         moved, self.moved = tuple(self.moved), []
         return moved
+
+
+def _reduced_first(held: Placement, target: Placement) -> Placement:
+    """A sum that becomes each replica's own is formed once, and shared with its other readers."""
+    return REPLICATED if isinstance(held, Partial) and isinstance(target, Varying) else target
