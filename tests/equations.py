@@ -25,6 +25,10 @@ from shardstep._src.rules import Site, rule_for
 MESHES = [(2,), (3,), (2, 2), (2, 3), (3, 2)]
 TRIES = 6  # placements of an equation's operands on each mesh
 LARGEST = 2048  # elements
+CALLED = {  # calls, and the parameters that hold what is called
+    **{"jit": ("jaxpr",), "pjit": ("jaxpr",), "remat2": ("jaxpr",), "checkpoint": ("jaxpr",)},
+    **{"custom_jvp_call": ("call_jaxpr",), "custom_vjp_call": ("call_jaxpr", "fun_jaxpr")},
+}
 
 
 @dataclass
@@ -69,10 +73,11 @@ def _walk(jaxpr, consts, args, choices: Choices, played: Played) -> list:
 def _evaluated(eqn, values: list, choices: Choices, played: Played) -> list:
     """The equation's results; it is played on the way, or those inside it are."""
     name = eqn.primitive.name
-    if name in ("jit", "pjit"):
-        body = eqn.params["jaxpr"]
-        return _walk(body, body.consts, values, choices, played)
-    out = eqn.primitive.bind(*map(jnp.asarray, values), **eqn.params)
+    body = next((eqn.params[p] for p in CALLED.get(name, ()) if p in eqn.params), None)
+    if body is not None:
+        return _walk(body, getattr(body, "consts", ()), values, choices, played)
+    functions, params = eqn.primitive.get_bind_params(eqn.params)
+    out = eqn.primitive.bind(*functions, *map(jnp.asarray, values), **params)
     out = list(out) if eqn.primitive.multiple_results else [out]
     if name == "scan" and eqn.params["length"]:
         carried = eqn.params["num_consts"] + eqn.params["num_carry"]

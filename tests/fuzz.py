@@ -35,7 +35,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_disable_most_optimizations", True)
 
 KINDS = ("both", "steps", "equations")
-STEPS_PER_ROUND = 100
+STEPS_PER_ROUND, PROGRAMS_PER_ROUND = 100, 40  # compiled whole; taken apart into equations
 
 
 def try_step(choices: Dice, kind: str) -> tuple[str, str]:
@@ -69,7 +69,7 @@ def round_of(seed: int, until: float, only: str = "both") -> dict:
         if outcome in ("refused", "unwritable"):
             refusals[f"{kind}:{seed + i} {outcome}: {why.strip().splitlines()[0][:200]}"] += 1
     played = equations.Played()
-    for i in range(STEPS_PER_ROUND if only != "steps" else 0):
+    for i in range(PROGRAMS_PER_ROUND if only != "steps" else 0):
         if time.time() > until:
             break
         try:

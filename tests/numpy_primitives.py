@@ -11,10 +11,13 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 
 def _round(x, p):
-    return np.round(x) if str(p["rounding_method"]).endswith("EVEN") else np.trunc(x + np.copysign(0.5, x))
+    return (
+        np.round(x) if p["rounding_method"] == lax.RoundingMethod.TO_NEAREST_EVEN else np.trunc(x + np.copysign(0.5, x))
+    )
 
 
 SAME_NAME = (

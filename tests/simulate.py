@@ -32,8 +32,11 @@ def cut(value, placement, n, rng):
         seen = value.reshape(*shape[:d], outer, shape[d] // outer, *shape[d + 1 :])
         return [b.reshape(local_shape(shape, placement, n)) for b in xp.split(seen, n, axis=d + 1)]
     if isinstance(placement, Partial) and placement.op == "add":
-        terms = [rng.integers(-4, 5, value.shape).astype(value.dtype) for _ in range(n - 1)]
         with np.errstate(all="ignore"):
+            # as large as the value, so that rounding them is rounding it
+            largest = np.abs(np.asarray(value)[np.isfinite(value)]).astype(np.float64).max(initial=0)
+            scale = 2.0 ** np.floor(np.log2(largest / 4)) if 0 < largest < 4 else 1.0
+            terms = [(scale * rng.integers(-4, 5, value.shape)).astype(value.dtype) for _ in range(n - 1)]
             return [*terms, value - sum(terms, xp.zeros_like(value))]
     if isinstance(placement, Partial):  # max or min: one replica holds the value, the others something weaker
         weaker = np.minimum if placement.op == "max" else np.maximum

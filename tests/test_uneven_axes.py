@@ -75,3 +75,18 @@ def test_state_of_no_elements_is_not_cut_on_tiled_memory(shape):
     axes = tuple(Axis((name,), 4, Backend(tiled=True)) for name in "xy")
     found = placement._whole_tiles(shape, axes, [0, 1])
     assert found == {}
+
+
+@pytest.mark.parametrize("examples", [1, 7])
+@pytest.mark.parametrize("name", MESHES)
+def test_rows_of_a_table_whose_columns_are_examples(name, examples):
+    """The inner axis divides only the padded block of the outer one: where that holds the table whole, so must it."""
+
+    def step(w, x, table):
+        gradient = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        return w - gradient, jnp.take(table, table, axis=0, mode="wrap").sum(), table[jnp.arange(3)]
+
+    mesh, group = MESHES[name]
+    table = jnp.arange(8 * examples).reshape(8, examples) % 8
+    how = {"batch_argnums": (1, 2), "batch_axis": (0, 1)}
+    assert_as_jit(step, normal(8, 8), normal(examples, 8, seed=1), table, mesh=mesh, group=group, **how)

@@ -25,7 +25,15 @@ def localise(site: Site, decision: Decision) -> Site:
 
 
 def valid_decisions(site: Site, placements: tuple[Placement, ...]) -> Iterator[Decision]:
-    """The decisions that are right for these placements and cut every value evenly."""
+    """The decisions that are right for these placements and cut every value evenly.
+
+    A split that the axes before leave nothing to cut for (they hold the value whole, and it divides only their block)
+    is none that a rule could keep: the value is offered whole.
+    """
+    placements = tuple(
+        REPLICATED if isinstance(p, Split) and not divides(a.shape, p, site.n) else p
+        for a, p in zip(site.inputs, placements, strict=True)
+    )
     if VARYING in placements and not speaks_of_replicas(site.primitive):
         # a replica's own value: the equation runs on each replica, as the user wrote it
         operands = tuple(VARYING if p == VARYING else REPLICATED for p in placements)
