@@ -22,7 +22,7 @@ from etils import epath
 
 from ..core.errors import ShardstepError
 from ..core.progress import silent
-from . import manifest
+from . import manifest, object_stores
 
 ITEM = "default"  # what CheckpointManager calls the one tree that it saves
 TREE = "_METADATA"  # Orbax writes it beside the arrays of a tree
@@ -87,6 +87,8 @@ class Stored:
 
     def _is_ours(self) -> bool:
         try:
+            if not (self.directory / STEP).is_file():
+                return False
             metadata = json.loads((self.directory / STEP).read_text())
             return MARK in (metadata.get("custom_metadata") or {})
         except (OSError, ValueError, AttributeError, TypeError, RecursionError):
@@ -105,6 +107,14 @@ def root_of(path: str | os.PathLike[str]) -> epath.Path:
     return epath.Path(os.path.abspath(text))
 
 
+def age(token: str) -> float:
+    """How many seconds ago a token was made; 0 if it is none."""
+    try:
+        return time.time() - int(token[:16], 16) / 1e9
+    except ValueError:
+        return 0.0
+
+
 def is_remote(path: epath.Path) -> bool:
     """Is it in an object store?"""
     return os.fspath(path).startswith(_SCHEMES)
@@ -118,7 +128,9 @@ def new_token() -> str:
 def at(root: epath.Path, step: int | None) -> Stored:
     """Where a checkpoint is to be in the end."""
     directory = root if step is None else root / str(step)
-    return Stored(directory, step, not is_remote(root) or (directory / COMMIT).is_file())
+    if is_remote(root):
+        object_stores.refresh(root)
+    return _in_store(directory, step) if is_remote(root) else Stored(directory, step, True)
 
 
 def staged(directory: epath.Path, token: str) -> epath.Path:
@@ -182,6 +194,7 @@ def within(staging: epath.Path, step: int | None) -> list[Stored]:
 
 
 def _remote(root: epath.Path) -> list[Stored]:
+    object_stores.refresh(root)
     if (root / TREE).is_file():
         found = [root]
     else:
@@ -194,10 +207,15 @@ def _remote(root: epath.Path) -> list[Stored]:
         step = int(number[1]) if number and directory not in (root, *beside) else None
         if step is None and directory in found and directory != root:
             continue
-        committed = (directory / COMMIT).is_file()
-        stored = Stored(directory, step, committed, rank=1 if again else 0)
-        result.append(stored)
+        result.append(_in_store(directory, step, rank=1 if again else 0))
     return result
+
+
+def _in_store(directory: epath.Path, step: int | None, rank: int = 0) -> Stored:
+    """Whole is what has all its marks: Orbax's, and the list of files if we wrote it."""
+    stored = Stored(directory, step, True, rank)
+    whole = (directory / COMMIT).is_file() and (stored.is_sealed or not stored._is_ours())
+    return stored if whole else Stored(directory, step, False, rank)
 
 
 def _directories(directory: epath.Path) -> list[epath.Path]:

@@ -16,7 +16,7 @@ from ..core.errors import ShardstepError
 from ..core.progress import bar
 from ..planning.plan import Plan
 from ..runtime import processes
-from . import directories, locks
+from . import directories, locks, object_stores
 from .directories import Stored
 from .event_loops import patient
 from .matching import Expected, Match, expect
@@ -47,6 +47,8 @@ def restore(path: str | os.PathLike[str], plan: Plan, *, step: int | None = None
         )
     root, step = directories.root_of(path), checked_step(step)
     expected = expect(plan)
+    if str(root).startswith("s3://"):
+        object_stores.enable_s3()
     finish()
     for candidate in _candidates(root, step):
         problem, state = _try(candidate, expected)

@@ -26,7 +26,7 @@ from ..core.padded import Padded
 from ..core.progress import bar, silent
 from ..runtime import processes
 from ..runtime.processes import is_local
-from . import directories, manifest, staging
+from . import directories, manifest, object_stores, staging
 from .directories import ITEM, MARK, Stored
 from .retention import Retention
 from .staging import Request, Writing
@@ -175,7 +175,7 @@ def save(
     tree, cropped = _to_file(state)
     finish()
     writing = staging.begin(Request(directories.at(root, step), overwrite, timeout))
-    job = _Job(_checkpointer(step, timeout), writing, cropped, retention)
+    job = _Job(_checkpointer(writing), writing, cropped, retention)
     job.start(tree)
     saving = Saving(job)
     _running.append(saving)
@@ -184,9 +184,14 @@ def save(
     return saving
 
 
-def _checkpointer(step: int | None, timeout: float) -> ocp.AsyncCheckpointer:
-    handler: Any = ocp.StandardCheckpointHandler() if step is None else ocp.CompositeCheckpointHandler()
-    return ocp.AsyncCheckpointer(handler, async_options=ocp.options.AsyncOptions(timeout_secs=int(timeout)))
+def _checkpointer(writing: Writing) -> ocp.AsyncCheckpointer:
+    remote = directories.is_remote(writing.directory)
+    mark = ocp.path.atomicity.CommitFileTemporaryPath if remote else None  # no renaming in a store
+    handler: Any = ocp.StandardCheckpointHandler()
+    if writing.target.step is not None:
+        handler = ocp.CompositeCheckpointHandler(composite_options=ocp.CompositeOptions(temporary_path_class=mark))
+    options = ocp.options.AsyncOptions(timeout_secs=int(writing.request.timeout))
+    return ocp.AsyncCheckpointer(handler, async_options=options, temporary_path_class=mark)
 
 
 def checked_step(step: Any) -> int | None:
@@ -248,6 +253,8 @@ def _everywhere() -> NamedSharding:
 
 def _seal(writing: Writing, cropped: dict[str, tuple[int, ...]]) -> None:
     """Last of all, before the checkpoint gets its name; on the first process alone."""
+    if directories.is_remote(writing.directory):
+        object_stores.refresh(writing.directory)
     tree = Stored(writing.directory, writing.target.step, True).tree
     if tree is None:
         raise FileNotFoundError(f"{writing.directory} holds no {directories.TREE}")
@@ -259,8 +266,7 @@ def _seal(writing: Writing, cropped: dict[str, tuple[int, ...]]) -> None:
 
 def _crop(tree: epath.Path, name: str, shape: tuple[int, ...]) -> None:
     """Remove an array's padding in place. Each replica has written its block; this only changes the bounds."""
-    files = {"driver": "file", "path": f"{tree}/"}
-    arrays = {"driver": "ocdbt", "base": files, "path": f"{name}/"}
+    arrays = {"driver": "ocdbt", "base": object_stores.kvstore(tree), "path": f"{name}/"}
     opened = tensorstore.open({"driver": "zarr", "kvstore": arrays}).result()
     opened.resize(exclusive_max=shape).result()
 

@@ -16,9 +16,10 @@ from etils import epath
 
 from ..core.errors import ShardstepError
 from ..runtime import processes
-from . import directories, locks
+from . import directories, locks, object_stores
 from .directories import COMMIT, REMOVED, REPLACED, STAGED, Stored
 
+_NAMED, _BESIDE = "n", "b"  # the last letter of a token in a store
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 
 
@@ -56,16 +57,18 @@ def begin(request: Request) -> Writing:
     """Claim a place to write, on all processes; raises if the checkpoint cannot be written there."""
     refused, token = "", ""
     if processes.is_first():
-        token = directories.new_token()
         try:
-            writing = _writing(request, token)
             if not (refused := _occupied(request)):
+                token = _token(request)
+                writing = _writing(request, token)
                 writing.begin()
         except (OSError, ImportError) as error:
             refused = f"{request.target.directory} cannot be written: {_said(error)}"
     refused, token = processes.from_first(f"{refused}\n{token}").rsplit("\n", 1)
     if refused:
         raise ShardstepError(refused)
+    if str(request.target.directory).startswith("s3://"):
+        object_stores.enable_s3()
     return writing if processes.is_first() else _writing(request, token)
 
 
@@ -206,7 +209,7 @@ def _rescue(staging: Path, final: Path) -> None:
 def remove(stored: Stored) -> bool:
     """Delete a checkpoint: it is there, or it is not. False: somebody reads it."""
     if directories.is_remote(stored.directory):
-        _remove_from_store(stored.directory)
+        object_stores.remove(stored.directory, COMMIT)
         return True
     directory = Path(os.fspath(stored.directory))
     if directory.is_symlink():
@@ -230,20 +233,41 @@ class InStore(Writing):
     def __init__(self, request: Request, token: str):
         super().__init__(request, token)
         self.directory = self.target.directory
-        if request.overwrite or self.directory.exists():
+        if not token.endswith(_NAMED):
             self.directory = directories.staged(self.target.directory, token)
 
     def begin(self) -> None:
-        """Nothing to claim: the name is free, or ours alone."""
+        for stored in self._beside():
+            made = stored.directory.name.partition(STAGED)[2] or object_stores.claimed_by(stored.directory)
+            if not stored.committed and directories.age(made) > locks.OLD:
+                object_stores.remove(stored.directory, COMMIT)
 
     def commit(self) -> epath.Path:
+        others = [s for s in self._beside() if s.step == self.target.step and s.directory != self.directory]
+        if not self.request.overwrite and any(s.committed and not s.problem() for s in others):
+            raise ShardstepError(
+                f"{self.target.directory} was written by somebody else in the meantime, and is left as it is: let one"
+                " run write to a directory, or pass another step= or overwrite=True"
+            )
+        for stored in others:
+            if stored.committed:
+                object_stores.remove(stored.directory, COMMIT)
         return self.directory
 
     def abandon(self) -> None:
-        _remove_from_store(self.directory)
+        if processes.is_first():
+            object_stores.remove(self.directory, COMMIT)
+
+    def _beside(self) -> list[Stored]:
+        root = self.target.directory
+        return directories.find(root if self.target.step is None else root.parent)
 
 
-def _remove_from_store(directory: epath.Path) -> None:
-    """Its mark first: what is half deleted does not look whole."""
-    (directory / COMMIT).unlink(missing_ok=True)
-    directory.rmtree(missing_ok=True)
+def _token(request: Request) -> str:
+    """A name of one's own. In a store it says whether the checkpoint could have its own name as well."""
+    token = directories.new_token()
+    directory = request.target.directory
+    if not directories.is_remote(directory):
+        return token
+    free = not directory.exists() and object_stores.claim(directory, token + _NAMED)
+    return token + (_NAMED if free else _BESIDE)
