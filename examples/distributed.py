@@ -5,7 +5,8 @@
     mpirun -n 4 python examples/distributed.py                # Open MPI: the same
     python examples/distributed.py --coordinator 10.0.0.1:1234 --processes 2 --process 0    # by hand, once on each
 
-Run it again and it goes on from the newest whole checkpoint, on as many processes and devices as there are then.
+Run it again and it goes on from the newest whole checkpoint, on as many processes and devices as there are then. On
+SIGTERM it saves, and all processes stop after the same step.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ def main() -> None:
     options = arguments()
     join_cluster(options)
     step = shardstep.shard(train_step)  # over the devices of all processes
-    state = resume(step, options.checkpoints)
-    for i in range(int(state["step"]), options.steps):
-        batch = step.global_batch(own_part(i))
-        state, loss = step(state, batch)
-        say(f"step {i} loss {float(loss):.6f}")
-        if (i + 1) % options.save_every == 0:
-            shardstep.save(options.checkpoints, state, step=i + 1, wait=False, overwrite=True)
-    shardstep.finish()
-    say("done")
+    batch = jax.eval_shape(lambda: whole_batch(0))
+    with shardstep.training(
+        options.checkpoints, step, create_state, batch, save_every=options.save_every, show_every=options.show_every
+    ) as run:
+        for i in run.steps(options.steps):
+            run.state, loss = step(run.state, step.global_batch(own_part(i)))
+            run.log(loss=loss)
+    if jax.process_index() == 0:
+        print("stopped" if run.preempted else "done", flush=True)
 
 
 def join_cluster(options: argparse.Namespace) -> None:
@@ -55,16 +56,6 @@ def join_cluster(options: argparse.Namespace) -> None:
     except ValueError as error:  # JAX sees no cluster around it
         if "coordinator_address" not in str(error):
             raise
-
-
-def resume(step: shardstep.ShardedStep, checkpoints: str) -> dict:
-    """The state of the newest whole checkpoint, or a new one."""
-    plan = step.plan(jax.eval_shape(create_state), jax.eval_shape(lambda: whole_batch(0)))
-    if shardstep.latest_step(checkpoints) is None:
-        return plan.init(create_state)  # each device creates its own part
-    state = shardstep.restore(checkpoints, plan)
-    say(f"resumed at step {int(state['step'])}")
-    return state
 
 
 # -- any training step, written for one device ------------------------------------------------------------------------
@@ -102,16 +93,12 @@ def own_part(i: int) -> dict:
     return jax.tree.map(lambda x: np.asarray(x)[start : start + size], whole_batch(i))
 
 
-def say(text: str) -> None:
-    if jax.process_index() == 0:
-        print(text, flush=True)
-
-
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--checkpoints", default="/tmp/shardstep-example", help="a directory that all processes see")
     parser.add_argument("--save-every", type=int, default=5)
+    parser.add_argument("--show-every", type=float, default=0, help="seconds between two lines of progress")
     parser.add_argument("--heartbeat", type=int, default=100, help="seconds until a silent process counts as dead")
     parser.add_argument("--devices", type=int, help="simulated CPU devices in each process")
     parser.add_argument("--coordinator", help="host:port of process 0, where JAX finds no cluster by itself")

@@ -5,6 +5,7 @@ import importlib.metadata
 from typing import Any
 
 from ._src.api import ShardedStep, shard
+from ._src.checkpoint.resizing import reshape
 from ._src.checkpoint.restoring import latest_step, restore
 from ._src.checkpoint.saving import Saving, finish, save
 from ._src.core.errors import ShardstepError
@@ -14,6 +15,7 @@ from ._src.planning.plan import Plan
 from ._src.rules.contract import register_rule
 from ._src.runtime.placing import logical
 from ._src.tools.check import check
+from ._src.tools.training import Training, training
 
 try:
     __version__ = importlib.metadata.version("shardstep")
@@ -27,14 +29,17 @@ __all__ = [
     "Saving",
     "ShardedStep",
     "ShardstepError",
+    "Training",
     "check",
     "finish",
     "latest_step",
     "logical",
     "register_rule",
+    "reshape",
     "restore",
     "save",
     "shard",
+    "training",
 ]
 
 _DOORS = ("keras", "nnx", "rules")  # modules; the first two import their frameworks, so none is imported before its use

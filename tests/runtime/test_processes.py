@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import signal
 import sys
 import time
 
@@ -110,18 +111,39 @@ def resumes(tmp_path, count, at_least):
     return text
 
 
-def test_killed_in_training(tmp_path):
-    endless = ["--steps", 10**6]
-    commands = [[EXAMPLE, *options(tmp_path, *hand), *endless] for hand in by_hand(3)]
+def test_killed_in_training_and_resized(tmp_path):
+    """4 processes, then 2, then 3; two of them are killed. The losses are those of an unbroken run."""
+    seen = {}
+    for count, until in ((4, "step 4 "), (2, "step 7 ")):
+        commands = [[EXAMPLE, *options(tmp_path, *hand), "--steps", 10**6] for hand in by_hand(count)]
+        with started(commands, tmp_path / f"logs-{count}") as processes:
+            processes.until(until)
+            processes.kill(1)
+            start = time.monotonic()
+            codes = processes.wait(3 * HEARTBEAT)
+            took = time.monotonic() - start
+            seen |= printed_losses(processes.output())
+        assert all(codes), codes  # nobody takes this for success
+        assert took < 2.5 * HEARTBEAT
+    at = shardstep.latest_step(tmp_path / "checkpoints")
+    last = [[EXAMPLE, *options(tmp_path, *hand), "--steps", at + 3] for hand in by_hand(3)]
+    with started(last, tmp_path / "logs-3") as processes:
+        processes.succeed()
+        assert "resumed at step" in processes.output()
+        seen |= printed_losses(processes.output())
+    np.testing.assert_allclose([seen[i] for i in range(at + 3)], unbroken_losses(at + 3), rtol=1e-4)
+
+
+def test_told_to_stop(tmp_path):
+    """SIGTERM to one of them: all save at the same step, and end well."""
+    commands = [[EXAMPLE, *options(tmp_path, *hand), "--steps", 10**6, "--save-every", 10**5] for hand in by_hand(2)]
     with started(commands, tmp_path / "logs") as processes:
         processes.until("step 4 ")
-        processes.kill(1)
-        start = time.monotonic()
-        codes = processes.wait(3 * HEARTBEAT)
-        took = time.monotonic() - start
-    assert all(codes), codes  # nobody takes this for success
-    assert took < 2.5 * HEARTBEAT
-    resumes(tmp_path, 2, at_least=2)
+        processes.running[1].send_signal(signal.SIGTERM)
+        processes.succeed(60)
+        text = processes.output()
+    at = shardstep.latest_step(tmp_path / "checkpoints")
+    assert f"preempted at step {at}: saved" in text and "stopped" in text and at == max(printed_losses(text)) + 1
 
 
 @pytest.mark.parametrize("victim, where", [(1, "writing"), (0, "sealing")])

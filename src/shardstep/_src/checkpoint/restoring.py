@@ -40,6 +40,15 @@ def restore(path: str | os.PathLike[str], plan: Plan, *, step: int | None = None
     Raises:
         ShardstepError: there is no whole checkpoint, or it holds another tree than the plan's.
     """
+    return _restore(path, plan, step)[1]
+
+
+def restore_newest(path: str | os.PathLike[str], plan: Plan) -> tuple[int | None, Any]:
+    """As `restore`, with the number of the checkpoint that was the newest whole one."""
+    return _restore(path, plan, None)
+
+
+def _restore(path: str | os.PathLike[str], plan: Plan, step: int | None) -> tuple[int | None, Any]:
     if not isinstance(plan, Plan):
         raise ShardstepError(
             f"restore reads into the layouts of a plan, and {type(plan).__name__} is none:"
@@ -53,7 +62,7 @@ def restore(path: str | os.PathLike[str], plan: Plan, *, step: int | None = None
     for candidate in _candidates(root, step):
         problem, state = _try(candidate, expected)
         if not problem:
-            return state
+            return candidate.step, state
         if step is not None:
             raise ShardstepError(f"the checkpoint {candidate.directory} is broken: {problem}")
         if processes.is_first():
