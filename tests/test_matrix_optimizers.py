@@ -26,7 +26,7 @@ SPLIT_ALL = shardstep.Options(min_shard_bytes=16)
 
 @pytest.fixture
 def owning(monkeypatch):
-    slow = links.Peak(*[1e5] * 4)
+    slow = links.Peak(*[1e7] * 4)
     monkeypatch.setitem(links.CHIPS, "cpu", links.CHIPS["cpu"]._replace(peak=slow))
 
 
@@ -148,6 +148,25 @@ def test_owning_goes_with_every_way_of_sharding(owning, quick_to_compile, how):
     plan = sharded.plan(state, batch)
     assert "stacked" in {c.purpose for c in plan.collectives}
     assert sum(c.bytes for c in plan.collectives if c.kind == "all-gather" and c.purpose == "stacked") == 0
+    assert_same_training(step, state, batch, sharded)
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "n"),
+    [
+        ("muon_unrolled", 3, 8),  # two leaves of three matrices: their six rows are one stack
+        pytest.param("muon_scan", 4, 4, marks=pytest.mark.thorough),
+        pytest.param("shampoo_every_2", 3, 5, marks=pytest.mark.thorough),
+        pytest.param("soap", 3, 8, marks=pytest.mark.thorough),
+        pytest.param("kron", 3, 2, marks=pytest.mark.thorough),
+    ],
+)
+def test_matrices_of_stacked_leaves_are_owned_one_by_one(owning, quick_to_compile, name, count, n):
+    step, state, batch = example(name, count, stacked=True)
+    sharded = shardstep.shard(step, replicas(n), options=SPLIT_ALL)
+    plan = sharded.plan(state, batch)
+    owned = plan.owned[0]
+    assert owned.held == -(-owned.count // n) and len(owned.shape) == 2 and not plan.fallbacks
     assert_same_training(step, state, batch, sharded)
 
 

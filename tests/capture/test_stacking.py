@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardstep._src.capture.stacking import stack
+from shardstep._src.capture.stacking import Stacking, stack
 from shardstep._src.core.pieces import STACKED, evaluate, run_stacked
 from shardstep._src.core.program import flatten
+from shardstep._src.planning.rows import rows_of
 
 X = [np.random.default_rng(i).normal(size=(4, 6)).astype(np.float32) for i in range(3)]
 
@@ -15,7 +16,8 @@ X = [np.random.default_rng(i).normal(size=(4, 6)).astype(np.float32) for i in ra
 def stacked(f, *args, rows=4):
     """The rewritten program, its stacks, and that it computes the same."""
     program = flatten(jax.make_jaxpr(f)(*args))
-    found = stack(program, lambda equation: bool(equation.effects), rows, lambda piece: 1.0)
+    how = Stacking(lambda equation: bool(equation.effects), rows)
+    found = stack(program, how)
     pieces = [e for e in found.walk() if e.primitive is STACKED]
     if not any(e.bodies for e in found.equations):
         ours = _run(found, args)
@@ -116,3 +118,23 @@ def test_a_loop_runs_as_jax_runs_it():
 
     program = flatten(jax.make_jaxpr(f)(X[0]))
     np.testing.assert_allclose(evaluate(program, [X[0]], lambda x: x)[0], f(X[0]), rtol=1e-6)
+
+
+def test_leaves_that_are_stacks_are_put_end_to_end():
+    """Two leaves of three matrices, for four replicas: six rows, and two copies."""
+    stacks = [np.stack(X), np.stack(X[::-1])]
+    how = Stacking(lambda equation: False, rows=4, rows_of=rows_of)
+    program = flatten(jax.make_jaxpr(lambda *xs: [jax.vmap(polish)(x) for x in xs])(*stacks))
+    found = stack(program, how)
+    (piece,) = (e for e in found.equations if e.primitive is STACKED)
+    assert piece.params["piece"].count == 6 and piece.inputs[0].array.shape == (8, 4, 6)
+    for ours, x in zip(_run(found, stacks), stacks, strict=True):
+        np.testing.assert_allclose(ours, jax.vmap(polish)(x), rtol=1e-5, atol=1e-6)
+
+
+def test_rows_that_meet_are_no_rows():
+    """A norm over all matrices of a leaf."""
+    program = flatten(
+        jax.make_jaxpr(lambda x: jax.vmap(polish)(x / jnp.linalg.norm(x)) @ x.swapaxes(1, 2))(np.stack(X))
+    )
+    assert rows_of(program) is None

@@ -5,7 +5,12 @@
     u3 = piece(x3, s)                          u1, u2, u3, _ = unstack(U)
 
 The stack has as many rows as the replicas divide: copies of a real row fill it up, and nobody reads what becomes of
-them. So each replica can own whole rows, whatever the piece does with them; the planner decides whether it should.
+them. Leaves that are stacks already, as `vmap`ped optimizers want them, are put end to end instead:
+
+    U1 = vmap(piece)(X1)         becomes       X = concatenate(X1, X2)
+    U2 = vmap(piece)(X2)                       U1, U2 = split(stacked(X))
+
+So each replica can own whole rows, whatever the piece does with them; the planner decides whether it should.
 """
 
 from __future__ import annotations
@@ -18,38 +23,45 @@ import jax
 import jax.numpy as jnp
 
 from ..core import compat
-from ..core.pieces import STACKED, Piece, along, run_stacked
+from ..core.layout import Array, resized
+from ..core.pieces import STACKED, Piece, Rows, along, run_stacked
 from ..core.program import Atom, Equation, Program, Var, prune
 from .alike import form
 from .update_pieces import Barred, Found, find
 
 _STACK, _UNSTACK, _WHILE = (compat.primitive(name) for name in ("stack", "unstack", "while"))
+_JOIN, _SLICE, _SPLIT = (compat.primitive(name) for name in ("concatenate", "slice", "split"))
 
-Worth = Callable[[Program], float]
+
+@dataclass(frozen=True)
+class Stacking:
+    """What stacking asks of those who know layouts and costs."""
+
+    barred: Barred
+    rows: int  # stacks are filled up to a multiple of this
+    worth: Callable[[Program], float] = lambda program: 0.0  # what it costs to repeat a piece, see `Piece`
+    rows_of: Callable[[Program], Rows | None] = lambda program: None  # what a piece does to each row of stacked leaves
 
 
-def stack(program: Program, barred: Barred, rows: int, worth: Worth) -> Program:
-    """The program with pieces that are alike stacked, in bodies too; the same program if there are none.
-
-    `rows`: stacks are filled up to a multiple of this. `worth`: what it costs to repeat a piece, see `Piece`.
-    """
-    groups = list(_groups(program, barred))
-    equations = _rewritten(program, groups, rows, worth)
+def stack(program: Program, how: Stacking) -> Program:
+    """The program with pieces that are alike stacked, in bodies too; the same program if there are none."""
+    groups = list(_groups(program, how))
+    equations = _rewritten(program, groups, how)
     while equations is None:  # two groups that wait for one another
         groups.pop()
-        equations = _rewritten(program, groups, rows, worth)
-    equations = [_inside(e, barred, rows, worth) for e in equations]
-    if all(e is f for e, f in zip(equations, program.equations, strict=False)) and not groups:
+        equations = _rewritten(program, groups, how)
+    equations = [_inside(e, how) for e in equations]
+    if not groups and all(e is f for e, f in zip(equations, program.equations, strict=True)):
         return program
     stacked = prune(replace(program, equations=tuple(equations)))
     return replace(stacked, constants=program.constants)
 
 
-def _inside(equation: Equation, barred: Barred, rows: int, worth: Worth) -> Equation:
+def _inside(equation: Equation, how: Stacking) -> Equation:
     if not equation.bodies:
         return equation
     first = 1 if equation.primitive is _WHILE else 0  # a test decides nothing but when to stop
-    bodies = [*equation.bodies[:first], *(stack(body, barred, rows, worth) for body in equation.bodies[first:])]
+    bodies = [*equation.bodies[:first], *(stack(body, how) for body in equation.bodies[first:])]
     changed = any(a is not b for a, b in zip(bodies, equation.bodies, strict=True))
     return replace(equation, bodies=tuple(bodies)) if changed else equation
 
@@ -57,16 +69,24 @@ def _inside(equation: Equation, barred: Barred, rows: int, worth: Worth) -> Equa
 # -- groups -------------------------------------------------------------------------------------------------------
 
 
-def _groups(program: Program, barred: Barred) -> Iterator[list[Found]]:
-    """Pieces that are alike and do not wait for one another."""
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """Pieces that are alike and do not wait for one another, and what is done to each row of their stack."""
+
+    members: tuple[Found, ...]
+    piece: Piece
+
+
+def _groups(program: Program, how: Stacking) -> Iterator[_Group]:
     alike: dict[Any, list[Found]] = {}
-    for piece in find(program, barred):
+    for piece in find(program, how.barred):
         if piece.outputs:
             alike.setdefault(form(piece.equations, piece.inputs, piece.outputs), []).append(piece)
     for pieces in alike.values():
-        for group in _levels(pieces):
-            if len(group) > 1 and _batches(group):
-                yield group
+        for level in _levels(pieces):
+            rows = how.rows_of(_program(level[0]))
+            found = [_stacked(level, how)] if rows is None else _joined(level, rows, how)
+            yield from (group for group in found if group is not None and _batches(group.piece))
 
 
 def _levels(pieces: Sequence[Found]) -> list[list[Found]]:
@@ -81,24 +101,47 @@ def _levels(pieces: Sequence[Found]) -> list[list[Found]]:
     return levels
 
 
-def _batches(group: Sequence[Found]) -> bool:
-    """Can JAX batch the piece? And is there anything that differs between the rows?"""
-    stacked = _differs(group)
-    if not any(stacked) or any(jnp.issubdtype(v.array.dtype, jax.dtypes.extended) for v in group[0].inputs):
+def _stacked(pieces: Sequence[Found], how: Stacking) -> _Group | None:
+    """One row for each piece, if there are several."""
+    stacked = _differs(pieces)
+    if len(pieces) < 2 or not any(stacked):
+        return None
+    program = _program(pieces[0])
+    return _Group(tuple(pieces), Piece(program, stacked, len(pieces), how.worth(program)))
+
+
+def _joined(pieces: Sequence[Found], rows: Rows, how: Stacking) -> Iterator[_Group]:
+    """The rows of all pieces end to end; of each by itself, if the replicas divide them or if they differ otherwise."""
+    beside = any(differs and not own for differs, own in zip(_differs(pieces), rows.own, strict=True))
+    apart = beside or rows.height % how.rows == 0
+    for together in [[p] for p in pieces] if apart else [pieces]:
+        count = rows.height * len(together)
+        yield _Group(tuple(together), Piece(rows.program, rows.own, count, how.worth(rows.program), joined=True))
+
+
+def _batches(piece: Piece) -> bool:
+    """Can JAX batch the piece?"""
+    if any(jnp.issubdtype(v.array.dtype, jax.dtypes.extended) for v in piece.program.inputs):
         return False
-    piece = Piece(_program(group[0]), stacked, len(group))
-    rows = [along(v.array, 2) if s else v.array for v, s in zip(group[0].inputs, stacked, strict=True)]
-    avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in rows]
+    arrays = [
+        _of_rows(v.array, 2, piece) if s else v.array for v, s in zip(piece.program.inputs, piece.stacked, strict=True)
+    ]
+    avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays]
     try:
         made = jax.eval_shape(lambda *xs: run_stacked(piece, xs, lambda x: x), *avals)
     except NotImplementedError:  # a primitive without a batching rule
         return False
-    return [x.shape for x in made] == [(2, *v.array.shape) for v in group[0].outputs]
+    return [x.shape for x in made] == [_of_rows(v.array, 2, piece).shape for v in piece.program.outputs]
 
 
-def _differs(group: Sequence[Found]) -> tuple[bool, ...]:
+def _of_rows(array: Array, rows: int, piece: Piece) -> Array:
+    """The array of so many rows."""
+    return Array(resized(array.shape, 0, rows), array.dtype) if piece.joined else along(array, rows)
+
+
+def _differs(pieces: Sequence[Found]) -> tuple[bool, ...]:
     """Which inputs are not one value for all."""
-    return tuple(len(set(values)) > 1 for values in zip(*(p.inputs for p in group), strict=True))
+    return tuple(len(set(values)) > 1 for values in zip(*(p.inputs for p in pieces), strict=True))
 
 
 def _program(piece: Found) -> Program:
@@ -116,41 +159,82 @@ class _Node:
     reads: tuple[Atom, ...]
 
 
-def _rewritten(program: Program, groups: Sequence[list[Found]], rows: int, worth: Worth) -> list[Equation] | None:
+def _rewritten(program: Program, groups: Sequence[_Group], how: Stacking) -> list[Equation] | None:
     """The equations with each group as one; None if groups wait for one another."""
     if not groups:
         return list(program.equations)
-    nodes = {i: _node(group, rows, worth) for i, group in enumerate(groups)}
-    gone = {e: nodes[i] for i, group in enumerate(groups) for piece in group for e in piece.own}
     place = {e: i for i, e in enumerate(program.equations)}
-    last = {max((piece.equations[-1] for piece in group), key=place.__getitem__): i for i, group in enumerate(groups)}
-    order = [
-        nodes[last[e]] if e in last else _Node((e,), e.inputs) for e in program.equations if e not in gone or e in last
-    ]
+    gone: set[Equation] = set()
+    last: dict[Equation, _Node] = {}
+    for group in groups:
+        gone |= {e for piece in group.members for e in piece.own}
+        last[max((piece.equations[-1] for piece in group.members), key=place.__getitem__)] = _node(group, how.rows)
+    order = [last[e] if e in last else _Node((e,), e.inputs) for e in program.equations if e not in gone or e in last]
     return _sorted(order)
 
 
-def _node(group: Sequence[Found], rows: int, worth: Worth) -> _Node:
+def _node(group: _Group, rows: int) -> _Node:
     """The stacks of a group, its piece, and the rows of what comes out."""
-    height = -(-len(group) // rows) * rows
-    first, sources = group[0], group[0].seed.sources
-    stacked = _differs(group)
+    members, piece = group.members, group.piece
+    height, sources = -(-piece.count // rows) * rows, members[0].seed.sources
+    together, apart = (_join, _cut) if piece.joined else (_stack, _unstack)
+    before: list[Equation] = []
+    after: list[Equation] = []
     operands: list[Atom] = []
-    equations: list[Equation] = []
-    for values, differs in zip(zip(*(p.inputs for p in group), strict=True), stacked, strict=True):
-        if differs:
-            filled = (*values, *values[-1:] * (height - len(values)))
-            made = Var(along(values[0].array, height))
-            equations.append(Equation(_STACK, {"axis": 0}, filled, (made,), sources))
-        operands.append(made if differs else values[0])
-    program = _program(first)
-    piece = Piece(program, stacked, len(group), worth(program))
-    results = tuple(Var(along(v.array, height)) for v in first.outputs)
-    equations.append(Equation(STACKED, {"piece": piece}, tuple(operands), results, sources))
-    for result, values in zip(results, zip(*(p.outputs for p in group), strict=True), strict=True):
-        unread = tuple(Var(values[0].array) for _ in range(height - len(values)))
-        equations.append(Equation(_UNSTACK, {"axis": 0}, (result,), (*values, *unread), sources))
-    return _Node(tuple(equations), tuple(v for p in group for v in p.inputs))
+    for values, differs in zip(zip(*(p.inputs for p in members), strict=True), piece.stacked, strict=True):
+        made = together(values, height, sources) if differs else []
+        operands.append(made[-1].outputs[0] if made else values[0])
+        before += made
+    results: list[Var] = []
+    for values in zip(*(p.outputs for p in members), strict=True):
+        made = apart(values, height, sources)
+        results.append(made[0].inputs[0] if made else values[0])  # type: ignore[arg-type]
+        after += made
+    run = Equation(STACKED, {"piece": piece}, tuple(operands), tuple(results), sources)
+    return _Node((*before, run, *after), tuple(v for p in members for v in p.inputs))
+
+
+def _stack(values: Sequence[Var], height: int, sources: tuple[Any, ...]) -> list[Equation]:
+    filled = (*values, *[values[-1]] * (height - len(values)))
+    return [Equation(_STACK, {"axis": 0}, filled, (Var(along(values[0].array, height)),), sources)]
+
+
+def _unstack(values: Sequence[Var], height: int, sources: tuple[Any, ...]) -> list[Equation]:
+    array = values[0].array
+    unread = tuple(Var(array) for _ in range(height - len(values)))
+    return [Equation(_UNSTACK, {"axis": 0}, (Var(along(array, height)),), (*values, *unread), sources)]
+
+
+def _join(values: Sequence[Var], height: int, sources: tuple[Any, ...]) -> list[Equation]:
+    """The rows of all leaves, and rows of the last one once more."""
+    array = values[0].array
+    size, copied = array.shape[0], values[-1]
+    copies, more = divmod(height - size * len(values), size)
+    if not copies and not more and len(values) == 1:
+        return []
+    parts: list[Atom] = [*values, *[copied] * copies]
+    equations = []
+    if more:
+        stop = (more, *array.shape[1:])
+        some = Var(Array(stop, array.dtype))
+        cut = {"start_indices": (0,) * array.ndim, "limit_indices": stop, "strides": None}
+        equations.append(Equation(_SLICE, cut, (copied,), (some,), sources))
+        parts.append(some)
+    whole = Var(Array(resized(array.shape, 0, height), array.dtype))
+    return [*equations, Equation(_JOIN, {"dimension": 0}, tuple(parts), (whole,), sources)]
+
+
+def _cut(values: Sequence[Var], height: int, sources: tuple[Any, ...]) -> list[Equation]:
+    """Each leaf's rows again."""
+    array = values[0].array
+    size = array.shape[0]
+    unread = height - size * len(values)
+    if not unread and len(values) == 1:
+        return []
+    whole = Var(Array(resized(array.shape, 0, height), array.dtype))
+    rest = (Var(Array(resized(array.shape, 0, unread), array.dtype)),) if unread else ()
+    sizes = (*[size] * len(values), *[unread] * bool(unread))
+    return [Equation(_SPLIT, {"sizes": sizes, "axis": 0}, (whole,), (*values, *rest), sources)]
 
 
 def _sorted(nodes: Sequence[_Node]) -> list[Equation] | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -34,9 +34,18 @@ class Piece:
     stacked: tuple[bool, ...]  # of the inputs; the others are shared by all rows
     count: int  # rows that are read afterwards; the rest are copies, so that the replicas divide the stack
     worth: float = 0.0  # what one row costs to repeat: bytes that could be sent in the same time
+    joined: bool = False  # rows have a dimension of their own in the program, of size 1: leaves were stacks already
 
     def __str__(self) -> str:
         return f"{self.count} x {len(self.program.equations)} equations"
+
+
+class Rows(NamedTuple):
+    """What a piece does to each row of leaves that are stacks."""
+
+    program: Program  # for a single row: the first dimension is 1
+    own: tuple[bool, ...]  # of the inputs: does each row have its own?
+    height: int  # how many rows a leaf has
 
 
 def along(array: Array, rows: int) -> Array:
@@ -47,9 +56,10 @@ def along(array: Array, rows: int) -> Array:
 def run_stacked(piece: Piece, arrays: Sequence[Any], cast: Cast) -> list[Any]:
     """The piece on every row. `cast` gives values the type that JAX wants of what differs between replicas."""
     axes = [0 if stacked else None for stacked in piece.stacked]
-    if not any(piece.stacked):
-        return evaluate(piece.program, arrays, cast)
-    return jax.vmap(lambda *row: evaluate(piece.program, row, cast), in_axes=axes)(*arrays)
+    if piece.joined:
+        arrays = [x[:, None] if stacked else x for x, stacked in zip(arrays, piece.stacked, strict=True)]
+    made = jax.vmap(lambda *row: evaluate(piece.program, row, cast), in_axes=axes)(*arrays)
+    return [y.reshape(y.shape[0], *y.shape[2:]) for y in made] if piece.joined else made
 
 
 def evaluate(program: Program, arrays: Sequence[Any], cast: Cast) -> list[Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ..capture.stacking import stack
+from ..capture.stacking import Stacking, stack
 from ..capture.step import Captured
 from ..core import compat, passes
 from ..core.layout import Array, block_shape
@@ -22,6 +22,7 @@ from .costs import wire_time
 from .flops import flops, program_flops
 from .formatting import duration
 from .plan import Owned
+from .rows import rows_of
 
 _COND = compat.primitive("cond")
 
@@ -43,7 +44,7 @@ def stacked(captured: Captured, unsharded: Schedule, replicas: Replicas) -> Capt
     def worth(program: Program) -> float:
         return program_flops(program) / peak.of(program.outputs[0].array.dtype) * rate
 
-    program = stack(captured.program, barred, replicas.count, worth)
+    program = stack(captured.program, Stacking(barred, replicas.count, worth, rows_of))
     if program is captured.program:
         return captured
     return replace(captured, program=passes.leave("stacking", program))
@@ -108,7 +109,7 @@ def owners(schedule: Schedule, taken: bool, owned: float, repeated: float) -> tu
         each = program_flops(piece.program)
         mine = taken and held < height
         entry = Owned(
-            shape=largest.shape,
+            shape=largest.shape[1:] if piece.joined else largest.shape,
             dtype=str(largest.dtype),
             count=piece.count,
             held=held if mine else piece.count,

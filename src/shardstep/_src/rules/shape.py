@@ -140,15 +140,21 @@ def _unstacked(site: Site, split: Split) -> Split | None:
     return None if split.dim == site.axis else split.on(split.dim - (split.dim > site.axis), split.outer)
 
 
-def unstack(site: Site, placements: tuple[Placement, ...]) -> Decision | Sequence[Decision] | None:
-    """Rows that lie apart on different replicas are cut another way first, as their readers want them, or gathered."""
-    if not any(s.dim == site.axis and not s.batch for s in splits(placements)):
-        return movement(_unstacked)(site, placements)
-    wanted = [w for w in dict.fromkeys(site.wants) if w is not None] or [
-        Split(d) for d in range(site.outputs[0].ndim) if divides(site.outputs[0].shape, Split(d), site.n)
-    ][:1]
-    cut = [_stacked(site, split) for split in wanted]
-    return [*(_split(site, s, split, None) for s, split in zip(cut, wanted, strict=True)), replicate(site)]
+def _apart(carry: Carry, back: Carry) -> Rule:
+    """Rows that lie apart on different replicas are cut another way first, as their readers want them, or gathered.
+
+    `carry` says where a split beside the rows lands, `back` where one of the results comes from.
+    """
+
+    def rule(site: Site, placements: tuple[Placement, ...]) -> Decision | Sequence[Decision] | None:
+        if not any(s.dim == site.axis and not s.batch for s in splits(placements)):
+            return movement(carry)(site, placements)
+        free = [Split(d) for d in range(site.outputs[0].ndim)]
+        asked = [w for w in dict.fromkeys(site.wants) if w is not None]
+        found = [(s, w) for w in (*asked, *free) if (s := back(site, w)) and _land(carry, site, s) == w]
+        return [*(_split(site, s, w, None) for s, w in found[: max(len(asked), 1)]), replicate(site)]
+
+    return rule
 
 
 def _tiled(site: Site, split: Split) -> Split:
@@ -268,13 +274,13 @@ register(reshape, *_P("reshape"))
 register(movement(_transposed), *_P("transpose"))
 register(movement(_squeezed), *_P("squeeze"))
 register(movement(_stacked), *_P("stack"))
-register(unstack, *_P("unstack"))
+register(_apart(_unstacked, _stacked), *_P("unstack"))
 register(movement(_tiled, copies=True), *_P("tile"))
 register(movement(_beside(_padded)), *_P("pad"))
 register(movement(_beside(_sliced), "limit_indices"), *_P("slice"))
 register(movement(_beside(lambda site: site.dimensions)), *_P("rev"))
 register(movement(_beside(lambda site: [site.dimension])), *_P("concatenate"))
-register(movement(_beside(lambda site: [site.axis])), *_P("split"))
+register(_apart(_beside(lambda site: [site.axis]), _beside(lambda site: [site.axis])), *_P("split"))
 register(movement(_beside(lambda site: [])), *_P("zeros_like"))
 register(broadcast_in_dim, *_P("broadcast_in_dim"))
 register(iota, *_P("iota"))
