@@ -63,6 +63,8 @@ HALF_PRECISION = ("transformer_bf16", "ema_and_masters", "loss_scaling")
 # What must be gathered, and why.
 FALLBACKS = {
     "mixup": {"sort"},  # a random permutation of the examples is a sort over the batch
+    "accumulation_slices": {"dynamic_slice"},  # as of the next one
+    "ppo": {"sort", "reshape"},  # a permutation, and minibatches of examples in another order
     "accumulation_loop": {"reshape"},  # the first half of the examples is with the first half of the replicas
 }
 

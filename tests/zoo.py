@@ -1077,3 +1077,159 @@ def counting_metrics(batch: int = 8) -> Program:
         "best": jnp.float32(jnp.inf),
     }
     return of_one_argument(step, state, vectors(batch))
+
+
+# --- batches that are not one array with examples first ---------------------------------------------------------------
+
+
+def momentum_step(state, loss_fn):
+    """SGD with momentum by hand."""
+    loss, grads = jax.value_and_grad(loss_fn)(state["params"])
+    velocity = jax.tree.map(lambda v, g: 0.9 * v + g, state["velocity"], grads)
+    params = jax.tree.map(lambda p, v: p - 0.02 * v, state["params"], velocity)
+    return {"params": params, "velocity": velocity}, loss
+
+
+def momentum_state(params):
+    return {"params": params, "velocity": jax.tree.map(jnp.zeros_like, params)}
+
+
+@entry
+def distillation(batch: int = 8) -> Program:
+    """The teacher's weights are an argument that does not come back."""
+
+    def step(state, teacher, batch):
+        def loss_fn(params):
+            logits, wanted = mlp(params, batch["x"]), jax.nn.softmax(mlp(teacher, batch["x"]))
+            return cross_entropy(logits, batch["label"]) - jnp.mean(jnp.sum(wanted * jax.nn.log_softmax(logits), -1))
+
+        return momentum_step(state, loss_fn)
+
+    teacher = jax.tree.map(lambda p: p * 1.5, mlp_params((128, 256, 10)))
+    batches = tuple((teacher, b) for b in vectors(batch))
+    return Program(step, (momentum_state(mlp_params()),), batches, batch_argnums=(2,))
+
+
+@entry
+def generator_step(batch: int = 8) -> Program:
+    """Half of a GAN: the discriminator is frozen, and the examples are drawn inside."""
+
+    def step(state, discriminator, key):
+        noise = jax.random.normal(key, (batch, 64))
+        return momentum_step(
+            state, lambda params: -jnp.mean(jax.nn.log_sigmoid(mlp(discriminator, mlp(params, noise, jnp.tanh))))
+        )
+
+    batches = tuple((mlp_params((128, 64, 1)), key) for key in keys(5))
+    return Program(step, (momentum_state(mlp_params((64, 128, 128))),), batches, batch_argnums=())
+
+
+@entry
+def graph_network(batch: int = 8) -> Program:
+    """Nodes, edges and graphs in one argument, each with a leading size of its own."""
+    width, nodes, edges = 64, 12 * batch, 40 * batch
+    shapes = {"encode": (32, width), "message": (width, width), "update": (2 * width, width), "read": (width, 8)}
+    params = {n: dense_init(k, *s) for (n, s), k in zip(shapes.items(), keys(0, 4), strict=True)}
+
+    def step(state, graph):
+        def loss_fn(params):
+            hidden = jnp.tanh(graph["nodes"] @ params["encode"])
+            sent = jnp.tanh(hidden[graph["source"]] @ params["message"]) * graph["weight"][:, None]
+            received = jax.ops.segment_sum(sent, graph["target"], hidden.shape[0])
+            hidden = jnp.tanh(jnp.concatenate([hidden, received], -1) @ params["update"])
+            pooled = jax.ops.segment_sum(hidden, graph["member"], graph["wanted"].shape[0])
+            return jnp.mean((pooled @ params["read"] - graph["wanted"]) ** 2)
+
+        return momentum_step(state, loss_fn)
+
+    def graph(key):
+        return {
+            "nodes": normal(key, nodes, 32),
+            "weight": jax.random.uniform(key, (edges,)),
+            "source": jax.random.randint(key, (edges,), 0, nodes),
+            "target": jax.random.randint(jax.random.fold_in(key, 1), (edges,), 0, nodes),
+            "member": jnp.arange(nodes) // 12,
+            "wanted": normal(key, batch, 8),
+        }
+
+    return of_one_argument(step, momentum_state(params), [graph(key) for key in keys(6)])
+
+
+@entry
+def rnn_time_major(batch: int = 8) -> Program:
+    """`[T, B, F]` comes in, `[B]` lengths beside it."""
+    shapes = {"x": (32, 64), "h": (64, 64), "out": (64, 64)}
+    params = {n: dense_init(k, *s) for (n, s), k in zip(shapes.items(), keys(0, 3), strict=True)}
+
+    def step(state, x, wanted):
+        def loss_fn(params):
+            def cell(h, x):
+                h = jnp.tanh(x @ params["x"] + h @ params["h"])
+                return h, h @ params["out"]
+
+            _, outputs = lax.scan(cell, jnp.zeros((x.shape[1], 64)), x)
+            return jnp.mean((outputs - wanted) ** 2)
+
+        return momentum_step(state, loss_fn)
+
+    batches = tuple((normal(key, 6, batch, 32), normal(key, 6, batch, 64)) for key in keys(7))
+    return Program(step, (momentum_state(params),), batches, batch_argnums=(1, 2), batch_axis=1)
+
+
+@entry
+def accumulation_slices(batch: int = 8) -> Program:
+    """As T5X accumulates: a loop slices its microbatch out of the batch."""
+
+    def step(state, batch):
+        size = batch["x"].shape[0] // 2
+
+        def add(i, sums):
+            part = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, i * size, size), batch)
+            return jax.tree.map(jnp.add, sums, jax.value_and_grad(classifier_loss)(state["params"], part))
+
+        loss, grads = lax.fori_loop(0, 2, add, (0.0, jax.tree.map(jnp.zeros_like, state["params"])))
+        velocity = jax.tree.map(lambda v, g: 0.9 * v + g / 2, state["velocity"], grads)
+        params = jax.tree.map(lambda p, v: p - 0.02 * v, state["params"], velocity)
+        return {"params": params, "velocity": velocity}, loss / 2
+
+    return of_one_argument(step, momentum_state(mlp_params()), vectors(batch))
+
+
+@entry
+def ppo(batch: int = 8) -> Program:
+    """Epochs of shuffled minibatches over one rollout, `[T, environments]`."""
+    params = {"body": mlp_params((128, 64)), "policy": mlp_params((64, 4)), "value": mlp_params((64, 1))}
+
+    def loss_fn(params, part):
+        hidden = jnp.tanh(mlp(params["body"], part["seen"]))
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(mlp(params["policy"], hidden)), part["action"][:, None], 1)[
+            :, 0
+        ]
+        gain = (part["gain"] - part["gain"].mean()) / (part["gain"].std() + 1e-3)
+        ratio = jnp.exp(chosen - part["before"])
+        policy = -jnp.mean(jnp.minimum(ratio * gain, jnp.clip(ratio, 0.8, 1.2) * gain))
+        return policy + jnp.mean((mlp(params["value"], hidden)[:, 0] - part["return"]) ** 2)
+
+    def step(state, rollout, key):
+        flat = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), rollout)
+        count = flat["gain"].shape[0]
+
+        def minibatch(state, part):
+            return momentum_step(state, lambda params: loss_fn(params, part))
+
+        def epoch(state, key):
+            order = jax.random.permutation(key, count)
+            parts = jax.tree.map(lambda a: a[order].reshape(2, count // 2, *a.shape[1:]), flat)
+            return lax.scan(minibatch, state, parts)
+
+        state, losses = lax.scan(epoch, state, jax.random.split(key, 2))
+        return state, losses.mean()
+
+    def rollout(key):
+        shape = 4, batch
+        names = zip(("gain", "return", "before"), jax.random.split(key, 3), strict=True)
+        action = jax.random.randint(key, shape, 0, 4)
+        return {"seen": normal(key, *shape, 128), "action": action, **{n: normal(k, *shape) for n, k in names}}
+
+    batches = tuple((rollout(key), key) for key in keys(8))
+    return Program(step, (momentum_state(params),), batches, batch_argnums=(1,), batch_axis=1)
