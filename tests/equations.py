@@ -76,8 +76,7 @@ def _evaluated(eqn, values: list, choices: Choices, played: Played) -> list:
     body = next((eqn.params[p] for p in CALLED.get(name, ()) if p in eqn.params), None)
     if body is not None:
         return _walk(body, getattr(body, "consts", ()), values, choices, played)
-    functions, params = eqn.primitive.get_bind_params(eqn.params)
-    out = eqn.primitive.bind(*functions, *map(jnp.asarray, values), **params)
+    out = eqn.primitive.bind(*map(jnp.asarray, values), **eqn.params)
     out = list(out) if eqn.primitive.multiple_results else [out]
     if name == "scan" and eqn.params["length"]:
         carried = eqn.params["num_consts"] + eqn.params["num_carry"]

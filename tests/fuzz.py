@@ -61,6 +61,7 @@ def round_of(seed: int, until: float, only: str = "both") -> dict:
         if time.time() > until:
             break
         kind = whole_steps.KINDS[i % len(whole_steps.KINDS)]
+        print(f"next step:{kind}:{seed + i}", file=sys.stderr, flush=True)  # the last one, if the compiler dies
         outcome, why = try_step(Dice(seed + i), kind)
         counts[outcome] += 1
         if outcome in ("wrong", "crashed"):
@@ -132,7 +133,7 @@ def rounds(told: argparse.Namespace) -> int:
     failures: list[str] = []
     while time.time() < until:
         command = [sys.executable, __file__, "--round", str(seed), "--until", str(until), "--only", told.only]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         print(done.stdout, end="", flush=True)
         if told.log:
             with open(told.log, "a") as log:
@@ -144,7 +145,8 @@ def rounds(told: argparse.Namespace) -> int:
             rules |= set(found["rules"])
             failures += found["failures"]
         else:  # the process itself died
-            failures.append(f"round:{seed}")
+            failures.append([w for w in done.stderr.split() if w.startswith("step:")][-1:] or f"round:{seed}")
+            print(f"-- the process died: {failures[-1]}\n{done.stderr[-4000:]}", flush=True)
         seed += 1000
     summary = {"seed": first, **total, "rules": len(rules), "failures": failures}
     print("FUZZ TOTAL", json.dumps(summary), flush=True)
