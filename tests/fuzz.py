@@ -133,7 +133,7 @@ def rounds(told: argparse.Namespace) -> int:
     failures: list[str] = []
     while time.time() < until:
         command = [sys.executable, __file__, "--round", str(seed), "--until", str(until), "--only", told.only]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        done = subprocess.run(command, capture_output=True, text=True)
         print(done.stdout, end="", flush=True)
         if told.log:
             with open(told.log, "a") as log:
