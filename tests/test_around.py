@@ -108,6 +108,17 @@ def by_sign(state, x):
     return {"w": state["w"] - 0.1 * grad / jnp.abs(grad)}, loss
 
 
+@pytest.mark.parametrize("rows", [16, 10], ids=["even", "padded"])
+def test_debug_nans_tells_of_nan_among_the_arguments(rows, mesh):
+    def step(w, x):
+        return w - jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+
+    sharded = shardstep.shard(step, mesh, batch_argnums=1, options=shardstep.Options(min_shard_bytes=0))
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan"):
+        sharded(jnp.ones((rows, 3)), np.full((16, rows), np.nan, np.float32))
+    assert np.all(np.isfinite(sharded(jnp.ones((rows, 3)), np.ones((16, rows), np.float32))))
+
+
 def test_debug_nans_says_nothing_of_padding(mesh):
     sharded, x = shardstep.shard(by_sign, mesh, weights="sharded", options=SPLIT), examples(10)
     expected = ours = {"w": jnp.ones((10, 3))}

@@ -155,7 +155,14 @@ class Rewritten:
 
     def _call(self, arrays: Sequence[Any]) -> Any:
         debugging = compat.debugs_nans()
-        return self.run(self._checked() if debugging and self.execution.engine != "annotate" else self._run, arrays)
+        if not debugging or self.execution.engine == "annotate":
+            return self.run(self._run, arrays)
+        try:
+            return self.run(self._checked(), arrays)
+        except RecursionError:  # JAX looks for the line, and walks in circles around a shard_map that is given NaN
+            raise FloatingPointError(
+                "invalid value (nan) encountered in the sharded step: its arguments hold NaN already"
+            ) from None
 
     def run(self, program: Callable[..., Any], arrays: Sequence[Any]) -> Any:
         """What the step returns for arguments that are laid out, computed by this form of its program."""
