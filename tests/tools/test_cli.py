@@ -130,6 +130,12 @@ def test_all_shows_what_groups_hide(main):
     assert "float32" not in grouped and "optimizer state: only the update uses it" in every
 
 
+def test_a_pipe_that_closes_early_is_no_failure():
+    command = f"{sys.executable} -m shardstep explain {PROGRAMS}:mlp --all | head -1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.returncode == 0 and "Traceback" not in done.stderr
+
+
 def test_weights_may_be_asked_for(main):
     _, out, _ = main("explain", f"{PROGRAMS}:mlp", "--weights", "sharded")
     assert "sharded at rest: as asked" in out

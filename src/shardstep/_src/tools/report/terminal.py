@@ -26,10 +26,16 @@ NARROW, WIDE = 80, 140  # columns where nobody says how many there are
 
 def console_for(columns: int = WIDE) -> Console:
     """Standard output: colours on a terminal, none in a pipe, which is taken to have so many columns."""
-    console = Console(highlight=False)
+    console = _Console(highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = columns
     return console
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """`shardstep explain ... | head` is no failure: the command line decides."""
+        raise BrokenPipeError
 
 
 def render(plan: Plan, every: bool = False, notes: Sequence[str] = ()) -> Iterator[RenderableType]:
