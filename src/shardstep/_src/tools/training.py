@@ -54,7 +54,8 @@ def training(
         batch: an example of a batch, or its shapes.
         save_every: save after every so many steps, in the background.
         save_minutes: save after about so many minutes.
-        keep, keep_every: as for `shardstep.save`.
+        keep: as for `shardstep.save`.
+        keep_every: as for `shardstep.save`.
         show_every: seconds between two lines of progress; a terminal shows a bar instead.
 
     SIGTERM ends the loop after a step that all processes agree on, with a checkpoint of it; `run.preempted` is then
