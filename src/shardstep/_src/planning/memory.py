@@ -16,6 +16,11 @@ from dataclasses import dataclass
 
 from .buffers import Buffer, Buffers, Kind
 
+# What liveness does not see: gaps in XLA's heap, its own order of equations, and what it does not fuse after all.
+# Without it, arguments + temporaries of the zoo's programs are predicted at 0.77 to 1.0 of what XLA allocates (most of
+# them near 0.85).
+UNSEEN = 1.1
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -42,7 +47,7 @@ def memory_of(buffers: Buffers, donated: Mapping[int, int]) -> Memory:
         if buffer is not None and o not in donated and id(buffer) not in kept:
             kept.add(id(buffer))
             outputs += buffer.nbytes
-    return Memory(arguments, _temporaries(buffers, donated, kept), outputs)
+    return Memory(arguments, int(UNSEEN * _temporaries(buffers, donated, kept)), outputs)
 
 
 def _temporaries(buffers: Buffers, donated: Mapping[int, int], kept: set[int]) -> int:
