@@ -255,7 +255,7 @@ MUTATIONS = [
     Mutation(
         "predicates that differ between replicas",
         "planning/propagation",
-        "if any(isinstance(p, Varying) for p in predicate.outputs[0]):",
+        "if any(isinstance(p, Varying) for p in found):",
         "if False:",
         "planning/propagation/test_loops.py -k predicate",
     ),
@@ -299,8 +299,8 @@ MUTATIONS = [
     Mutation(
         "the oldest checkpoint first",
         "checkpoint/directories.py",
-        "(s.step, s.committed), reverse=True)",
-        "(s.step, s.committed))",
+        "_local(root), key=_order, reverse=True)",
+        "_local(root), key=_order)",
         "checkpoint -k newest",
     ),
     Mutation(

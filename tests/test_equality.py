@@ -86,15 +86,6 @@ def examples(name: str, n: int) -> int:
     return 48 if 48 % n == 0 else 2 * n
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_to_compile():
-    """Three steps of a small program: compiling it well would take longer than running it badly."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-    jax.clear_caches()  # other tests compare bit for bit: they want what is compiled as usual
-
-
 @functools.lru_cache(maxsize=4)
 def program(name: str, batch: int) -> zoo.Program:
     return zoo.ZOO[name](batch=batch)

@@ -6,14 +6,11 @@ A few fixed ones here, so that a red run is red for everybody; Hypothesis shrink
 from __future__ import annotations
 
 import equations
-import pytest
 import whole_steps
 from choices import Dice, simplified
 from hypothesis import assume, event, given, settings
 
 import shardstep
-
-pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
 # One example is one program: three of the profile's worth make 6 programs of each kind, 60 for `make test-all`.
 many = settings(max_examples=3 * settings().max_examples)

@@ -67,7 +67,7 @@ CASES = [(name, n) for name in ("optax", *zoo.OPTIMIZERS) for n in (2, 3, 5, 8) 
 @pytest.mark.parametrize(
     ("name", "n"), [pytest.param(*c, marks=[] if c in QUICK else pytest.mark.thorough) for c in CASES]
 )
-def test_matrices_are_owned_and_the_numbers_are_those_of_jit(owning, quick_to_compile, name, n):
+def test_matrices_are_owned_and_the_numbers_are_those_of_jit(owning, name, n):
     step, state, batch = example(name)
     sharded = shardstep.shard(step, replicas(n), options=SPLIT_ALL)
     plan = sharded.plan(state, batch)
@@ -139,7 +139,7 @@ def test_large_matrices_are_owned():
 
 
 @pytest.mark.parametrize("how", [{"weights": "sharded"}, {"group": 4}, {"mesh": (2, 4)}, {"mesh": (2, 4), "group": 4}])
-def test_owning_goes_with_every_way_of_sharding(owning, quick_to_compile, how):
+def test_owning_goes_with_every_way_of_sharding(owning, how):
     step, state, batch = example("muon_scan")
     how = dict(how)
     shape = how.pop("mesh", (8,))
@@ -161,7 +161,7 @@ def test_owning_goes_with_every_way_of_sharding(owning, quick_to_compile, how):
         pytest.param("kron", 3, 2, marks=pytest.mark.thorough),
     ],
 )
-def test_matrices_of_stacked_leaves_are_owned_one_by_one(owning, quick_to_compile, name, count, n):
+def test_matrices_of_stacked_leaves_are_owned_one_by_one(owning, name, count, n):
     step, state, batch = example(name, count, stacked=True)
     sharded = shardstep.shard(step, replicas(n), options=SPLIT_ALL)
     plan = sharded.plan(state, batch)
@@ -170,7 +170,7 @@ def test_matrices_of_stacked_leaves_are_owned_one_by_one(owning, quick_to_compil
     assert_same_training(step, state, batch, sharded)
 
 
-def test_all_leaves_in_one_condition(owning, quick_to_compile):
+def test_all_leaves_in_one_condition(owning):
     """Preconditioners of the whole tree that are recomputed every other step: matrices move only then."""
     init, update = zoo.OPTIMIZERS["spectral_clip"]
 
@@ -196,7 +196,7 @@ def test_all_leaves_in_one_condition(owning, quick_to_compile):
     assert_same_training(step, state, batch, sharded)
 
 
-def test_several_steps_in_a_scan(owning, quick_to_compile):
+def test_several_steps_in_a_scan(owning):
     step, state, batch = example("muon_scan")
 
     def steps(state, batches):
@@ -209,7 +209,7 @@ def test_several_steps_in_a_scan(owning, quick_to_compile):
     assert_same_training(steps, state, batches, sharded)
 
 
-def test_two_updates_one_after_the_other_are_two_stacks(owning, quick_to_compile):
+def test_two_updates_one_after_the_other_are_two_stacks(owning):
     """Isomorphic pieces that wait for one another cannot run at once."""
     step, state, batch = example("muon_scan")
 

@@ -65,15 +65,6 @@ def together(name: str, *marks: pytest.MarkDecorator):
     return pytest.param(name, marks=[pytest.mark.xdist_group(f"optimizer {name}"), *marks])
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_to_compile():
-    """Three steps of a small program: compiling it well would take longer than running it badly."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-    jax.clear_caches()  # other tests compare bit for bit: they want what is compiled as usual
-
-
 class Training:
     """Three steps with one optimizer: plain, plain on reordered examples, sharded."""
 

@@ -19,8 +19,6 @@ from steps import mesh_of
 import shardstep
 from shardstep import Options, Padded
 
-pytestmark = pytest.mark.usefixtures("quick_to_compile")
-
 EVERYTHING = Options(min_shard_bytes=0)
 OPTIMIZERS = {
     "adamw": lambda: optax.chain(optax.clip_by_global_norm(0.3), optax.adamw(1e-2, eps=1e-3)),

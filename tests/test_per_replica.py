@@ -18,6 +18,9 @@ STEPS = 3
 LARGEST = 96 * 64 * 4  # bytes of a large weight
 ALL, MINE = PartitionSpec(), PartitionSpec("batch")
 
+TWO = pytest.param(2, marks=pytest.mark.thorough)  # what two replicas do eight do as well; three pad
+REPLICAS, EVEN = (TWO, 3, 8), (TWO, 8)
+
 
 def reference(step, n, *, inputs=(ALL, MINE), outputs=(ALL, ALL)):
     """What the user runs today: every replica has all of the state and its own examples."""
@@ -66,13 +69,13 @@ def each(fun):
 # -- reductions -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n", [2, 3, 8])
+@pytest.mark.parametrize("n", REPLICAS)
 def test_pmean(n):
     sharded, arguments = agree(step_with(lambda g: lax.pmean(g, "batch")), n)
     assert_update_is_sharded(sharded, arguments)
 
 
-@pytest.mark.parametrize("n", [2, 3, 8])
+@pytest.mark.parametrize("n", REPLICAS)
 def test_psum_over_the_number_of_replicas(n):
     step = step_with(each(lambda g: lax.psum(g, "batch") / lax.axis_size("batch")))
     assert_update_is_sharded(*agree(step, n))
@@ -97,7 +100,7 @@ def test_psum_of_a_replicated_value():
 
 
 @pytest.mark.parametrize("reduce", [lax.pmax, lax.pmin], ids=["pmax", "pmin"])
-@pytest.mark.parametrize("n", [2, 8])
+@pytest.mark.parametrize("n", EVEN)
 def test_extremes(reduce, n):
     """Clip by the largest (or smallest) gradient of any replica."""
 
@@ -147,7 +150,7 @@ def test_groups_of_replicas():
 # -- who am I ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n", [2, 3, 8])
+@pytest.mark.parametrize("n", REPLICAS)
 def test_axis_index(n):
     def weighted(params, batch):
         return loss(params, batch) * (1 + lax.axis_index("batch"))
@@ -155,7 +158,7 @@ def test_axis_index(n):
     assert_update_is_sharded(*agree(step_with(lambda g: lax.pmean(g, "batch"), weighted), n))
 
 
-@pytest.mark.parametrize("n", [2, 8])
+@pytest.mark.parametrize("n", EVEN)
 def test_dropout_with_a_key_for_each_replica(n):
     def step(state, batch, key):
         mine = jax.random.fold_in(key, lax.axis_index("batch"))
@@ -170,7 +173,7 @@ def test_dropout_with_a_key_for_each_replica(n):
 
 
 @pytest.mark.parametrize("tiled", [True, False])
-@pytest.mark.parametrize("n", [2, 3, 8])
+@pytest.mark.parametrize("n", REPLICAS)
 def test_all_gather_of_activations(n, tiled):
     """A contrastive loss: each replica scores its examples against everybody's."""
 
@@ -184,7 +187,7 @@ def test_all_gather_of_activations(n, tiled):
     assert_update_is_sharded(*agree(step_with(lambda g: lax.pmean(g, "batch"), contrast), n))
 
 
-@pytest.mark.parametrize("n", [2, 3, 8])
+@pytest.mark.parametrize("n", REPLICAS)
 def test_ppermute(n):
     def shifted(params, batch):
         ring = [(i, (i + 1) % n) for i in range(n)]
@@ -193,7 +196,7 @@ def test_ppermute(n):
     assert_update_is_sharded(*agree(step_with(lambda g: lax.pmean(g, "batch"), shifted), n))
 
 
-@pytest.mark.parametrize("n", [2, 3, 8])
+@pytest.mark.parametrize("n", REPLICAS)
 def test_all_to_all(n):
     def exchanged(params, batch):
         columns = lax.all_to_all(batch["x"], "batch", split_axis=1, concat_axis=0, tiled=True)
@@ -204,7 +207,7 @@ def test_all_to_all(n):
     assert_update_is_sharded(*agree(step_with(lambda g: lax.pmean(g, "batch"), exchanged), n))
 
 
-@pytest.mark.parametrize("n", [2, 8])
+@pytest.mark.parametrize("n", EVEN)
 def test_a_step_that_is_sharded_by_hand(n):
     """Reduce-scatter and all-gather as the user wrote them: they run as they were written."""
 
@@ -222,7 +225,7 @@ def test_a_step_that_is_sharded_by_hand(n):
 # -- normalisation over all replicas ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n", [2, 3, 8])
+@pytest.mark.parametrize("n", REPLICAS)
 def test_batch_statistics_by_pmean(n):
     def normalised(params, batch):
         mean = lax.pmean(batch["x"].mean(0), "batch")
@@ -242,7 +245,7 @@ class Normalised(nn.Module):
         return nn.Dense(96)(nn.relu(x))
 
 
-@pytest.mark.parametrize("n", [2, 3, 8])
+@pytest.mark.parametrize("n", REPLICAS)
 def test_flax_batch_norm_with_an_axis_name(n):
     model = Normalised(axis_name="batch")
 
@@ -271,7 +274,7 @@ def microbatches(batch, count):
     return jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
 
 
-@pytest.mark.parametrize("n", [2, 8])
+@pytest.mark.parametrize("n", EVEN)
 def test_gradient_accumulation_then_one_pmean(n):
     def step(state, batch):
         params, moments = state
@@ -289,7 +292,7 @@ def test_gradient_accumulation_then_one_pmean(n):
     assert not [c for c in collectives(sharded.lower(*arguments).compile().as_text()) if c.in_loop]
 
 
-@pytest.mark.parametrize("n", [2, 8])
+@pytest.mark.parametrize("n", EVEN)
 def test_several_steps_in_a_scan_with_psum_inside(n):
     def step(state, batch):
         one = step_with(lambda g: lax.pmean(g, "batch"))

@@ -170,7 +170,6 @@ RESTING = [
 ]
 
 
-@pytest.mark.usefixtures("quick_to_compile")
 @pytest.mark.parametrize(("form", "weights", "replicas"), RESTING)
 def test_numbers_are_those_of_the_plain_step(form, weights, replicas):
     loss, init = FORMS[form]

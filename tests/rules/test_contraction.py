@@ -9,8 +9,6 @@ from simulate import verify
 from shardstep._src.core.layout import PARTIAL, REPLICATED, Array, Partial, Split
 from shardstep._src.rules import Site, rule_for
 
-pytestmark = pytest.mark.usefixtures("quick_to_compile")
-
 R, P = REPLICATED, PARTIAL
 S0, S1, S2, S3 = map(Split, range(4))
 

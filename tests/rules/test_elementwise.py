@@ -159,15 +159,6 @@ SUMS_MAY_WAIT = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_to_compile():
-    """Thousands of single operations: compiling one well would take longer than running it badly."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-    jax.clear_caches()
-
-
 def test_every_primitive_of_the_table_is_tested_here():
     assert not set(TABLE) - set(CASES)
 

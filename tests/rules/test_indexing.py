@@ -12,8 +12,6 @@ from sites import indices, site_of, values
 from shardstep._src.core.layout import PARTIAL, REPLICATED, Partial, Split
 from shardstep._src.rules import Block, Local, rule_for
 
-pytestmark = pytest.mark.usefixtures("quick_to_compile")
-
 R, S, P = REPLICATED, Split, PARTIAL
 B = Split(0, batch=True)
 

@@ -11,8 +11,6 @@ from shardstep._src.core import compat
 from shardstep._src.core.layout import PARTIAL, REPLICATED, Array, Split
 from shardstep._src.rules import Site, rule_for
 
-pytestmark = pytest.mark.usefixtures("quick_to_compile")
-
 R, P = REPLICATED, PARTIAL
 S0, S1, S2, S3 = map(Split, range(4))
 

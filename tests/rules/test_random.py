@@ -12,8 +12,6 @@ from shardstep._src.core import compat
 from shardstep._src.core.layout import REPLICATED, Array, Partial, Split
 from shardstep._src.rules import Block, Local, Site, rule_for
 
-pytestmark = pytest.mark.usefixtures("quick_to_compile")
-
 KEY = jax.random.key(7)
 BITS = compat.primitive("random_bits")
 

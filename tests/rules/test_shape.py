@@ -12,8 +12,6 @@ from shardstep._src.core import compat
 from shardstep._src.core.layout import PARTIAL, REPLICATED, Array, Partial, Split
 from shardstep._src.rules import Site, rule_for
 
-pytestmark = pytest.mark.usefixtures("quick_to_compile")
-
 R, S, P = REPLICATED, Split, PARTIAL
 
 

@@ -12,6 +12,7 @@ import jax
 import programs
 import pytest
 
+import shardstep
 from shardstep._src.tools import cli, measuring
 from shardstep._src.tools.commands import explain as explaining
 from shardstep._src.tools.commands import target
@@ -341,6 +342,15 @@ def test_an_error_is_one_line_unless_a_traceback_is_asked_for(monkeypatch, capsy
     assert f"{__file__}:" in said and "(fail)" in said  # the user's own line, not ours
     with pytest.raises(ValueError, match="no such thing"):
         cli.main(["demo", "--traceback"])
+
+
+def test_the_line_of_an_error_is_the_users_wherever_in_the_package_it_was_raised(monkeypatch, capsys):
+    def fail(args):
+        shardstep.shard(lambda state, batch: state, group="four")
+
+    monkeypatch.setattr(cli, "run_demo", fail)
+    assert cli.main(["demo"]) == 1
+    assert f"{__file__}:{fail.__code__.co_firstlineno + 1} (fail)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("args", [("explain", f"{PROGRAMS}:mlp"), ("demo",)])

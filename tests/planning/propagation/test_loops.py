@@ -523,15 +523,6 @@ TOGETHER = [pytest.param(name, marks=pytest.mark.xdist_group(f"loop {name}")) fo
 OF_ITS_OWN = {"with_batch_statistics", "with_dropout"}
 
 
-@pytest.fixture(scope="module")
-def quick_to_compile():
-    """The programs run three times and are compiled once."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-    jax.clear_caches()  # other tests compare bit for bit: they want what is compiled as usual
-
-
 def run(step, case):
     state, metrics = case.state, []
     for arguments in case.calls:
@@ -573,14 +564,12 @@ def assert_agrees(case, expected, n, **how):
     assert_same(run(sharded(case, n, **how), case), expected, case.tolerance)
 
 
-@pytest.mark.usefixtures("quick_to_compile")
 @pytest.mark.parametrize("n", REPLICAS)
 @pytest.mark.parametrize("name", TOGETHER)
 def test_a_step_for_the_whole_batch(name, n):
     assert_agrees(*plain(name), n)
 
 
-@pytest.mark.usefixtures("quick_to_compile")
 @pytest.mark.parametrize("n", REPLICAS)
 @pytest.mark.parametrize("name", TOGETHER)
 def test_a_step_for_one_replica(name, n):
@@ -590,14 +579,12 @@ def test_a_step_for_one_replica(name, n):
     assert_agrees(case, expected, n, axis_name="batch")
 
 
-@pytest.mark.usefixtures("quick_to_compile")
 @pytest.mark.parametrize("n", [pytest.param(3, marks=pytest.mark.thorough), 8])
 @pytest.mark.parametrize("form", [*MULTI_STEPS, ACCUMULATIONS[0], layers_remat, skip_by_cond], ids=lambda f: f.__name__)
 def test_weights_that_rest_sharded(form, n):
     assert_agrees(*plain(form.__name__), n, weights="sharded")
 
 
-@pytest.mark.usefixtures("quick_to_compile")
 @pytest.mark.parametrize("over", [over_scan, over_fori, over_python])
 def test_microbatches_that_replicas_cannot_share_evenly(over):
     """Six examples each, eight replicas."""

@@ -1,4 +1,4 @@
-"""Checkpoints that know no layout, on Orbax.
+"""Checkpoints on Orbax, independent of layout.
 
 A checkpoint holds the state as its logical arrays, in Orbax's own format: each replica writes the blocks that it holds,
 and each reads the blocks that its plan gives it, so what N replicas wrote any M can read. Nothing of the layout is

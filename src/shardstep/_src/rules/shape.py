@@ -12,7 +12,7 @@ The others rename dimensions, and touch the split one or not:
     transpose, squeeze, stack, ...   the split follows its dimension
     unstack, split along its rows    cut along a dimension of the rows first: one all-to-all for all of them
     pad, slice, rev, concatenate     the split stays on dimensions that are left whole
-    broadcast, iota, empty           new dimensions are born split where their readers want them so
+    broadcast, iota, empty           new dimensions are split where their readers want them so
     any of them, of a partial        moving elements commutes with the sum (max, min): still partial
     identities                       every operand keeps what it has
 """
@@ -178,7 +178,7 @@ def _sliced(site: Site) -> list[int]:
     ]
 
 
-# ---------------------------------------------- dimensions that are born ----------------------------------------------
+# --------------------------------------------------- new dimensions ---------------------------------------------------
 
 
 def _wanted(site: Site) -> Split | None:

@@ -48,7 +48,8 @@ def describe(error: Exception) -> str:
 
 def user_line(error: Exception) -> str:
     """The innermost line of the user's own program that an error came through, if there is one."""
-    ours = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), "<")  # the virtual environment's packages aside
+    package = Path(__file__).parents[2]
+    ours = (str(package), sysconfig.get_path("stdlib"), "<")  # the virtual environment's packages aside
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
