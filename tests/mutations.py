@@ -38,6 +38,34 @@ class Broken(Exception):
 
 
 MUTATIONS = [
+    Mutation(
+        "any row is its own",
+        "capture/own_rows.py",
+        "if d is None or dim not in collapsed or operand.array.shape[dim] != indices.array.shape[d]:",
+        "if d is None or dim not in collapsed:",
+        "capture/test_own_rows.py -k elsewhere",
+    ),
+    Mutation(
+        "time taken for examples",
+        "planning/batch_choice.py",
+        "if turned and self.cost(turned) < self.cost(best) and self.sent(turned) <= self.sent(best):",
+        "if False:",
+        "planning/test_batch_choice.py -k 'found_without and time_major'",
+    ),
+    Mutation(
+        "drawn examples whole",
+        "planning/propagation/forward.py",
+        "self.examples.update(self.drawn)",
+        "self.examples.update(())",
+        "planning/test_batch_choice.py -k 'makes_itself and draws_its_data'",
+    ),
+    Mutation(
+        "gathers in front of a loop unsaid",
+        "planning/propagation/forward.py",
+        "moved += cost(placements[0], REPLICATED, atom.array, axis)",
+        "moved += 0.0",
+        "planning/propagation/test_microbatches.py -k 'not_divide and sliced'",
+    ),
     # -- rules ----------------------------------------------------------------------------------------------------
     Mutation(
         "product of two sums left open",

@@ -160,6 +160,18 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
     return jaxpr, []
 
 
+def expanded(eqn: Any) -> Any:
+    """The jaxpr of what JAX 0.12 keeps as one primitive until it is lowered (`jnp.nonzero`); None for anything else."""
+    kind = eqn.params.get("_prim") if eqn.primitive.name == "call_hi_primitive" else None
+    if kind is None or not all(hasattr(v.aval, "shape") and hasattr(v.aval, "dtype") for v in eqn.invars):
+        return None
+
+    def expand(*leaves: Any) -> Any:
+        return jax.tree.leaves(kind.expand(*jax.tree.unflatten(kind.in_tree, leaves)))
+
+    return jax.make_jaxpr(expand)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars))
+
+
 def key_impl_name(dtype: Any) -> str:
     """`threefry2x32`, `rbg`, ...: the generator that a key array's dtype belongs to."""
     return dtype._impl.name

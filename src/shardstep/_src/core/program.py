@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -248,6 +248,8 @@ class _Builder:
                 outputs = inputs  # only a weak type was dropped
             elif eqn.primitive in _REDUCTIONS and not any(isinstance(a, str) for a in eqn.params["axes"]):
                 outputs = [self._reduced(eqn, x, sources) for x in inputs]
+            elif (expanded := compat.expanded(eqn)) is not None:
+                outputs = self._expanded(expanded, inputs, sources)
             else:
                 outputs = self._equation(eqn, inputs, sources)
             env.update(zip(eqn.outvars, outputs, strict=True))
@@ -262,6 +264,13 @@ class _Builder:
             self.equations.append(Equation(barrier, {}, tuple(inputs), outputs, sources))
             inputs = list(outputs)
         return self.inline(callee, constants, inputs, sources)
+
+    def _expanded(self, jaxpr: Any, inputs: list[Atom], sources: tuple[Any, ...]) -> Sequence[Atom]:
+        """Written where the one primitive stood that it was."""
+        start, (callee, constants) = len(self.equations), compat.open_jaxpr(jaxpr)
+        outputs = self.inline(callee, constants, inputs)
+        self.equations[start:] = [replace(e, sources=sources) for e in self.equations[start:]]
+        return outputs
 
     def _solve(self, eqn: Any, inputs: list[Atom], sources: tuple[Any, ...]) -> Sequence[Atom]:
         """A linear solver (`jnp.linalg.solve`, conjugate gradients) runs as its user's `solve(*its constants, *b)`.
