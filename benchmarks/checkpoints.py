@@ -1,6 +1,7 @@
 """What a checkpoint costs beside plain Orbax: the same state, saved and restored both ways in turns, medians.
 
 python benchmarks/checkpoints.py [--megabytes 600] [--rounds 3]
+python benchmarks/checkpoints.py --beside-training [--examples 4096]: what one save in 20 steps costs those steps
 """
 
 from __future__ import annotations
@@ -66,11 +67,34 @@ def round_of(state, plans, directory):
     return seconds
 
 
+def beside_training(step, state, x, rounds):
+    """Twenty steps, with and without a save in the background that begins with the first; in turns, medians."""
+    seconds = {"20 steps": [], "20 steps beside one save": []}
+    state = step(state, x)
+    directory = Path(tempfile.mkdtemp(prefix="shardstep-bench-"))
+    try:
+        for n in range(rounds):
+            for what, taken in seconds.items():
+                start = time.perf_counter()
+                if "save" in what:
+                    shardstep.save(directory, state, step=n, wait=False, keep=1)
+                for _ in range(20):
+                    state = step(state, x)
+                jax.block_until_ready(state)
+                taken.append(time.perf_counter() - start)
+                shardstep.finish()
+    finally:
+        shutil.rmtree(directory)
+    return {what: statistics.median(taken) for what, taken in seconds.items()}
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--megabytes", type=int, default=600)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--beside-training", action="store_true")
+    parser.add_argument("--examples", type=int, default=4096)
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 8)
     state, x = create(options.megabytes)
@@ -78,6 +102,13 @@ def main():
     plans = {n: step.plan(state, x) for n, step in steps.items()}
     state, _ = steps[8].place(state, x)
     nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    if options.beside_training:
+        x = jnp.ones((options.examples, x.shape[1]))
+        medians = beside_training(steps[8], state, x, options.rounds)
+        plain, beside = medians.values()
+        print(f"{nbytes / 2**20:.0f} MiB, JAX {jax.__version__}, medians of {options.rounds}")
+        print(f"  20 steps {plain:.2f} s, beside one save {beside:.2f} s: {100 * (beside / plain - 1):+.1f} %")
+        return
     rounds = []
     for _ in range(options.rounds):
         directory = Path(tempfile.mkdtemp(prefix="shardstep-bench-"))

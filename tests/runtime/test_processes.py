@@ -150,5 +150,6 @@ def test_killed_in_a_save(tmp_path, victim, where):
         codes = processes.wait()  # the others notice, sooner or later
     assert all(codes), codes
     assert shardstep.latest_step(tmp_path / "checkpoints") == 2
-    assert list((tmp_path / "checkpoints").glob("4.shardstep-*/4*"))  # what it died on
-    assert "skipping the checkpoint" in resumes(tmp_path, 1, at_least=2)
+    left = list((tmp_path / "checkpoints").glob("4.shardstep-*"))  # what it died on
+    assert left or victim != 0  # unless the first process lived to tidy up
+    assert ("skipping the checkpoint" in resumes(tmp_path, 1, at_least=2)) == bool(left)
