@@ -1,4 +1,4 @@
-"""What ten programs of the zoo compile to: a digest of each optimized HLO module, without names of source files.
+"""What ten programs of the zoo compile to: a digest of each optimized HLO module, without names of modules and files.
 
     python tests/fingerprints.py before.json                  # on one commit
     python tests/fingerprints.py after.json --against before.json    # on another: says which programs changed
@@ -34,7 +34,9 @@ PROGRAMS = (
     ("accumulation_scan", {}),
     ("steps_in_a_scan", {"group": 2}),
 )
-_NAMES = re.compile(r", metadata=\{[^}]*\}|^(FileNames|FunctionNames|FileLocations|StackFrames)\n(\d.*\n)*\n?", re.M)
+_NAMES = re.compile(
+    r"^HloModule [^,]*|, metadata=\{[^}]*\}|^(FileNames|FunctionNames|FileLocations|StackFrames)\n(\d.*\n)*\n?", re.M
+)
 
 
 def digest(name: str, how: dict) -> str:
