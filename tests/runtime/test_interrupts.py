@@ -17,6 +17,7 @@ SCRIPT = """
 import os, signal, threading, time
 import jax, jax.numpy as jnp, numpy as np, shardstep
 jax.config.update("jax_num_cpu_devices", 2)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def step(state, batch):
     body = lambda _, w: jnp.tanh(w @ w)
@@ -47,6 +48,15 @@ def test_an_interrupt_at_any_moment_leaves_a_state():
     assert ran.stdout.startswith("lost 0"), ran.stdout
 
 
+@pytest.fixture
+def pythons_own_handler():
+    """As in a program in the foreground: a shell has those in the background ignore the signal."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("pythons_own_handler")
 def test_an_interrupt_comes_even_if_no_call_follows():
     with pytest.raises(KeyboardInterrupt):
         with interrupts.deferred():

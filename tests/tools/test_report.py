@@ -196,7 +196,7 @@ def test_leaves_sort_and_filter(browser, file, plan):
 def test_names_are_text_not_html(browser, file):
     with opened(browser, file) as page:
         assert page.locator("h1").inner_text() == f"train.py:{HOSTILE}"
-        assert page.locator("#notes").inner_text() == f"note {HOSTILE}"
+        assert page.locator("#notes").inner_text().splitlines()[-1] == f"note {HOSTILE}"
         page.fill("#filter", "onerror")
         assert page.locator("#leaves tbody tr").count() == 2
         assert page.locator("img").count() == 0
