@@ -102,7 +102,8 @@ def test_state_is_born_where_it_rests(name, weights):
     plain = create(jax.random.key(0), 77)
     assert jax.tree.structure(born) == jax.tree.structure(plain)
     for ours, theirs in zip(arrays(born), arrays(plain), strict=True):
-        # the tests compile without machine-code optimization: one program may round a product that the other adds unrounded
+        # The suite compiles without machine-code optimization: one program may round a product that the other adds
+        # unrounded.
         rounding = np.finfo(np.float32).eps * np.max(np.abs(theirs), initial=0)
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=rounding)
     assert any(isinstance(x, Padded) for x in arrays(born))
