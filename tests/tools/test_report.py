@@ -157,11 +157,11 @@ def test_the_order_of_the_step_is_told(browser, file, plan):
 
 
 def test_owners_of_matrices_are_listed(browser, plan, tmp_path):
-    matrices = Owned((64, 64), "float32", 12, 2, 4, 1e9, 2e8, "train.py:12 (step)", "1.0 s instead of 3.0")
+    matrices = Owned((64, 64), "float32", 12, (1, 2), 1e9, 2e8, "train.py:12 (step)", "1.0 s instead of 3.0")
     dataclasses.replace(plan, owned=(matrices,)).to_html(tmp_path / "owned.html")
     with opened(browser, tmp_path / "owned.html") as page:
         assert column(page, "owned", 1) == ["12 x float32[64,64]"]
-        assert column(page, "owned", 2) == ["each replica owns 2, 4 copies as padding"]
+        assert column(page, "owned", 2) == ["1 or 2 per replica"]
         assert page.troubles == []
 
 

@@ -4,8 +4,9 @@
     u2 = piece(x2, s)            becomes       U = stacked(X, s)                   piece under jax.vmap
     u3 = piece(x3, s)                          u1, u2, u3, _ = unstack(U)
 
-The stack has as many rows as the replicas divide: copies of a real row fill it up, and nobody reads what becomes of
-them. Leaves that are stacks already, as `vmap`ped optimizers want them, are put end to end instead:
+The stack has as many slots as the replicas divide: copies of a real row fill it up, and nobody reads what becomes of
+them (`slots.py` says who gets which row). Leaves that are stacks already, as `vmap`ped optimizers want them, are put
+end to end instead:
 
     U1 = vmap(piece)(X1)         becomes       X = concatenate(X1, X2)
     U2 = vmap(piece)(X2)                       U1, U2 = split(stacked(X))
@@ -23,14 +24,14 @@ import jax
 import jax.numpy as jnp
 
 from ..core import compat
-from ..core.layout import Array, resized
-from ..core.pieces import STACKED, Piece, Rows, along, run_stacked
+from ..core.pieces import STACKED, Piece, Rows, run_stacked
 from ..core.program import Atom, Equation, Program, Var, prune
 from .alike import form
+from .slots import balanced
+from .stack_equations import cut, join, stacked, unstacked
 from .update_pieces import Barred, Found, find
 
-_STACK, _UNSTACK, _WHILE = (compat.primitive(name) for name in ("stack", "unstack", "while"))
-_JOIN, _SLICE, _SPLIT = (compat.primitive(name) for name in ("concatenate", "slice", "split"))
+_WHILE = compat.primitive("while")
 
 
 @dataclass(frozen=True)
@@ -46,15 +47,15 @@ class Stacking:
 def stack(program: Program, how: Stacking) -> Program:
     """The program with pieces that are alike stacked, in bodies too; the same program if there are none."""
     groups = list(_groups(program, how))
-    equations = _rewritten(program, groups, how)
+    equations = _rewritten(program, _placed(groups, how))
     while equations is None:  # two groups that wait for one another
         groups.pop()
-        equations = _rewritten(program, groups, how)
+        equations = _rewritten(program, _placed(groups, how))
     equations = [_inside(e, how) for e in equations]
     if not groups and all(e is f for e, f in zip(equations, program.equations, strict=True)):
         return program
-    stacked = prune(replace(program, equations=tuple(equations)))
-    return replace(stacked, constants=program.constants)
+    found = prune(replace(program, equations=tuple(equations)))
+    return replace(found, constants=program.constants)
 
 
 def _inside(equation: Equation, how: Stacking) -> Equation:
@@ -85,7 +86,7 @@ def _groups(program: Program, how: Stacking) -> Iterator[_Group]:
     for pieces in alike.values():
         for level in _levels(pieces):
             rows = how.rows_of(_program(level[0]))
-            found = [_stacked(level, how)] if rows is None else _joined(level, rows, how)
+            found = [_one_row_each(level, how)] if rows is None else _joined(level, rows, how)
             yield from (group for group in found if group is not None and _batches(group.piece))
 
 
@@ -101,13 +102,13 @@ def _levels(pieces: Sequence[Found]) -> list[list[Found]]:
     return levels
 
 
-def _stacked(pieces: Sequence[Found], how: Stacking) -> _Group | None:
+def _one_row_each(pieces: Sequence[Found], how: Stacking) -> _Group | None:
     """One row for each piece, if there are several."""
-    stacked = _differs(pieces)
-    if len(pieces) < 2 or not any(stacked):
+    differs = _differs(pieces)
+    if len(pieces) < 2 or not any(differs):
         return None
     program = _program(pieces[0])
-    return _Group(tuple(pieces), Piece(program, stacked, len(pieces), how.worth(program)))
+    return _Group(tuple(pieces), Piece(program, differs, len(pieces), how.worth(program)))
 
 
 def _joined(pieces: Sequence[Found], rows: Rows, how: Stacking) -> Iterator[_Group]:
@@ -119,24 +120,29 @@ def _joined(pieces: Sequence[Found], rows: Rows, how: Stacking) -> Iterator[_Gro
         yield _Group(tuple(together), Piece(rows.program, rows.own, count, how.worth(rows.program), joined=True))
 
 
+def _placed(groups: Sequence[_Group], how: Stacking) -> list[_Group]:
+    """The groups with a slot for each row."""
+    stacks, busiest = balanced([(g.piece.count, g.piece.worth) for g in groups], how.rows)
+    placed = [
+        replace(g.piece, slots=slots, busiest=busiest * len(slots) // how.rows)
+        for g, slots in zip(groups, stacks, strict=True)
+    ]
+    return [replace(g, piece=piece) for g, piece in zip(groups, placed, strict=True)]
+
+
 def _batches(piece: Piece) -> bool:
     """Can JAX batch the piece?"""
     if any(jnp.issubdtype(v.array.dtype, jax.dtypes.extended) for v in piece.program.inputs):
         return False
     arrays = [
-        _of_rows(v.array, 2, piece) if s else v.array for v, s in zip(piece.program.inputs, piece.stacked, strict=True)
+        piece.shape_of(v.array, 2) if s else v.array for v, s in zip(piece.program.inputs, piece.stacked, strict=True)
     ]
     avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays]
     try:
         made = jax.eval_shape(lambda *xs: run_stacked(piece, xs, lambda x: x), *avals)
     except NotImplementedError:  # a primitive without a batching rule
         return False
-    return [x.shape for x in made] == [_of_rows(v.array, 2, piece).shape for v in piece.program.outputs]
-
-
-def _of_rows(array: Array, rows: int, piece: Piece) -> Array:
-    """The array of so many rows."""
-    return Array(resized(array.shape, 0, rows), array.dtype) if piece.joined else along(array, rows)
+    return [x.shape for x in made] == [piece.shape_of(v.array, 2).shape for v in piece.program.outputs]
 
 
 def _differs(pieces: Sequence[Found]) -> tuple[bool, ...]:
@@ -159,7 +165,7 @@ class _Node:
     reads: tuple[Atom, ...]
 
 
-def _rewritten(program: Program, groups: Sequence[_Group], how: Stacking) -> list[Equation] | None:
+def _rewritten(program: Program, groups: Sequence[_Group]) -> list[Equation] | None:
     """The equations with each group as one; None if groups wait for one another."""
     if not groups:
         return list(program.equations)
@@ -168,73 +174,30 @@ def _rewritten(program: Program, groups: Sequence[_Group], how: Stacking) -> lis
     last: dict[Equation, _Node] = {}
     for group in groups:
         gone |= {e for piece in group.members for e in piece.own}
-        last[max((piece.equations[-1] for piece in group.members), key=place.__getitem__)] = _node(group, how.rows)
+        last[max((piece.equations[-1] for piece in group.members), key=place.__getitem__)] = _node(group)
     order = [last[e] if e in last else _Node((e,), e.inputs) for e in program.equations if e not in gone or e in last]
     return _sorted(order)
 
 
-def _node(group: _Group, rows: int) -> _Node:
+def _node(group: _Group) -> _Node:
     """The stacks of a group, its piece, and the rows of what comes out."""
     members, piece = group.members, group.piece
-    height, sources = -(-piece.count // rows) * rows, members[0].seed.sources
-    together, apart = (_join, _cut) if piece.joined else (_stack, _unstack)
+    sources = members[0].seed.sources
+    together, apart = (join, cut) if piece.joined else (stacked, unstacked)
     before: list[Equation] = []
     after: list[Equation] = []
     operands: list[Atom] = []
     for values, differs in zip(zip(*(p.inputs for p in members), strict=True), piece.stacked, strict=True):
-        made = together(values, height, sources) if differs else []
+        made = together(values, piece.slots, sources) if differs else []
         operands.append(made[-1].outputs[0] if made else values[0])
         before += made
     results: list[Var] = []
     for values in zip(*(p.outputs for p in members), strict=True):
-        made = apart(values, height, sources)
+        made = apart(values, piece.slots, sources)
         results.append(made[0].inputs[0] if made else values[0])  # type: ignore[arg-type]
         after += made
     run = Equation(STACKED, {"piece": piece}, tuple(operands), tuple(results), sources)
     return _Node((*before, run, *after), tuple(v for p in members for v in p.inputs))
-
-
-def _stack(values: Sequence[Var], height: int, sources: tuple[Any, ...]) -> list[Equation]:
-    filled = (*values, *[values[-1]] * (height - len(values)))
-    return [Equation(_STACK, {"axis": 0}, filled, (Var(along(values[0].array, height)),), sources)]
-
-
-def _unstack(values: Sequence[Var], height: int, sources: tuple[Any, ...]) -> list[Equation]:
-    array = values[0].array
-    unread = tuple(Var(array) for _ in range(height - len(values)))
-    return [Equation(_UNSTACK, {"axis": 0}, (Var(along(array, height)),), (*values, *unread), sources)]
-
-
-def _join(values: Sequence[Var], height: int, sources: tuple[Any, ...]) -> list[Equation]:
-    """The rows of all leaves, and rows of the last one once more."""
-    array = values[0].array
-    size, copied = array.shape[0], values[-1]
-    copies, more = divmod(height - size * len(values), size)
-    if not copies and not more and len(values) == 1:
-        return []
-    parts: list[Atom] = [*values, *[copied] * copies]
-    equations = []
-    if more:
-        stop = (more, *array.shape[1:])
-        some = Var(Array(stop, array.dtype))
-        cut = {"start_indices": (0,) * array.ndim, "limit_indices": stop, "strides": None}
-        equations.append(Equation(_SLICE, cut, (copied,), (some,), sources))
-        parts.append(some)
-    whole = Var(Array(resized(array.shape, 0, height), array.dtype))
-    return [*equations, Equation(_JOIN, {"dimension": 0}, tuple(parts), (whole,), sources)]
-
-
-def _cut(values: Sequence[Var], height: int, sources: tuple[Any, ...]) -> list[Equation]:
-    """Each leaf's rows again."""
-    array = values[0].array
-    size = array.shape[0]
-    unread = height - size * len(values)
-    if not unread and len(values) == 1:
-        return []
-    whole = Var(Array(resized(array.shape, 0, height), array.dtype))
-    rest = (Var(Array(resized(array.shape, 0, unread), array.dtype)),) if unread else ()
-    sizes = (*[size] * len(values), *[unread] * bool(unread))
-    return [Equation(_SPLIT, {"sizes": sizes, "axis": 0}, (whole,), (*values, *rest), sources)]
 
 
 def _sorted(nodes: Sequence[_Node]) -> list[Equation] | None:

@@ -16,7 +16,7 @@ from jax import lax
 from jax.extend.core import Primitive
 
 from . import compat
-from .layout import Array
+from .layout import Array, resized
 from .program import Atom, Equation, Literal, Program
 
 STACKED = Primitive("stacked")  # never bound: its rule says what is emitted instead
@@ -35,9 +35,24 @@ class Piece:
     count: int  # rows that are read afterwards; the rest are copies, so that the replicas divide the stack
     worth: float = 0.0  # what one row costs to repeat: bytes that could be sent in the same time
     joined: bool = False  # rows have a dimension of their own in the program, of size 1: leaves were stacks already
+    slots: tuple[int | None, ...] = ()  # the row in each slot of the stack; None: a copy, not to be computed with
+    busiest: int = 0  # the first slot of the replica that has most to do, with all stacks
 
     def __str__(self) -> str:
         return f"{self.count} x {len(self.program.equations)} equations"
+
+    def shape_of(self, array: Array, rows: int) -> Array:
+        """Of one value of the program: so many of them."""
+        return Array(resized(array.shape, 0, rows), array.dtype) if self.joined else along(array, rows)
+
+    def patterns(self, held: int) -> tuple[tuple[int, ...], ...]:
+        """Of each block of so many slots, those that hold a row."""
+        blocks = range(0, len(self.slots), held)
+        return tuple(tuple(j for j in range(held) if self.slots[b + j] is not None) for b in blocks)
+
+    def done(self, held: int) -> int:
+        """How many rows the busiest replica computes, if replicas have blocks of so many slots."""
+        return len(self.patterns(held)[self.busiest // held])
 
 
 class Rows(NamedTuple):

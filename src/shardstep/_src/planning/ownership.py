@@ -94,7 +94,7 @@ def saved(schedule: Schedule, replicas: Replicas) -> float:
         total += _inside(step, [saved(body, replicas) for body in step.bodies])
         if step.equation.primitive is STACKED:
             piece = step.equation.params["piece"]
-            total += piece.worth * (piece.count - step.ruling.blocks[0].shape[0])
+            total += piece.worth * (piece.count - piece.done(step.ruling.blocks[0].shape[0]))
     return total
 
 
@@ -104,18 +104,17 @@ def owners(schedule: Schedule, taken: bool, owned: float, repeated: float) -> tu
     found: dict[Owned, None] = {}
     for step in _stacks(schedule):
         piece: Piece = step.equation.params["piece"]
-        height, held = step.equation.outputs[0].array.shape[0], step.ruling.blocks[0].shape[0]
+        height, slots = step.equation.outputs[0].array.shape[0], step.ruling.blocks[0].shape[0]
         largest = max((v.array for v in piece.program.inputs), key=lambda a: a.size)
         each = program_flops(piece.program)
-        mine = taken and held < height
+        owned = [len(rows) for rows in piece.patterns(slots)] if taken and slots < height else [piece.count]
         entry = Owned(
             shape=largest.shape[1:] if piece.joined else largest.shape,
             dtype=str(largest.dtype),
             count=piece.count,
-            held=held if mine else piece.count,
-            padding=height - piece.count if mine else 0,
+            held=(min(owned), max(owned)),
             flops_before=piece.count * each,
-            flops_after=(held if mine else piece.count) * each,
+            flops_after=max(owned) * each,
             line=step.equation.line,
             why=told,
         )

@@ -63,25 +63,34 @@ class Total:
 class Owned:
     """Equal work on several matrices (Muon, Shampoo, ...): who does it.
 
-    `count` matrices of one shape are treated alike by the code at `line`. Each replica holds `held` of them in turn,
-    whole; where the replicas do not divide them, `padding` copies that nobody reads fill the stack. If every replica
-    repeats all of it, because that is faster, `held` is `count`. `why` has the seconds of both.
+    `count` matrices of one shape are treated alike by the code at `line`. Each replica has at least and at most `held`
+    of them; several shapes are balanced, so that who has fewer of one has more of another. If every replica repeats all
+    of it, because that is faster, both are `count`. `why` has the seconds of both ways.
     """
 
     shape: tuple[int, ...]  # of the largest matrix that enters; of the piece that `line` is in
     dtype: str
     count: int
-    held: int  # per replica
-    padding: int
+    held: tuple[int, int]  # per replica, at least and at most
     flops_before: float  # per replica and step
-    flops_after: float
+    flops_after: float  # of a replica that has most of these
     line: str
     why: str
 
     @property
     def repeated(self) -> bool:
         """Does every replica do all of it?"""
-        return self.held == self.count and not self.padding
+        return self.held == (self.count, self.count)
+
+    @property
+    def who(self) -> str:
+        """`2 per replica`, `1 or 2 per replica`, `1 on each of 12 replicas`."""
+        least, most = self.held
+        if self.repeated:
+            return "repeated by every replica"
+        if least == most:
+            return f"{most} per replica"
+        return f"{least} or {most} per replica" if least else f"{most} on each of {self.count // most} replicas"
 
 
 @dataclass(frozen=True)

@@ -117,11 +117,9 @@ def table(plan: Plan) -> str:
 
 
 def _owner(o: Owned) -> str:
-    """`12 x float32[192,512]: 2 per replica (4 copies as padding), 146G -> 24.3G flops per replica, train.py:12`"""
-    filled = f" ({o.padding} copies as padding)" if o.padding else ""
-    who = "repeated by every replica" if o.repeated else f"{o.held} per replica{filled}"
+    """`12 x float32[192,512]: 1 or 2 per replica, 146G -> 24.3G flops per replica, train.py:12`"""
     work = f"{count(o.flops_before)} -> {count(o.flops_after)} flops per replica"
-    return f"{o.count} x {array(o.dtype, o.shape)}: {who}, {work}; {o.why}; {o.line}"
+    return f"{o.count} x {array(o.dtype, o.shape)}: {o.who}, {work}; {o.why}; {o.line}"
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:

@@ -95,7 +95,7 @@ def repeated(site: Site, decision: Decision) -> float:
     if site.primitive is not STACKED:
         return 0.0
     owned = any(isinstance(p, Split) for p in decision.operands)
-    return site.piece.worth * site.outputs[0].shape[0] / (site.n if owned else 1)
+    return site.piece.worth * site.piece.done(site.outputs[0].shape[0] // (site.n if owned else 1))
 
 
 def trial_for(site: Site, r: int, split: Split) -> Decision | None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...planning.formatting import array, size
 from ...planning.timeline import PHASES
-from .summary import LEFT_TO_XLA, Group, advice, cargoes, families, groups, names, owner, short_line
+from .summary import LEFT_TO_XLA, Group, advice, cargoes, families, groups, names, short_line
 from .verdict import verdict
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def _owned(o: Owned) -> dict[str, Any]:
     """Who does the work on matrices that an update needs whole."""
     return {
         "matrices": f"{o.count} x {array(o.dtype, o.shape)}",
-        "owner": owner(o),
+        "owner": o.who,
         "before": o.flops_before,
         "after": o.flops_after,
         "line": short_line(o.line),

@@ -13,7 +13,7 @@ from ...planning.paths import dotted, shortened
 
 if TYPE_CHECKING:
     from ...core.schedule import Collective, Fallback
-    from ...planning.plan import Leaf, Owned, Plan
+    from ...planning.plan import Leaf, Plan
 
 ROLES = ("weight", "auxiliary", "frozen", "input", "batch")
 
@@ -185,13 +185,6 @@ def _cargo(members: Sequence[Collective], short: Mapping[str, str]) -> Cargo:
     dtype = re.sub(r"^(?:b?float|u?int|complex)", lambda m: _DTYPES[m[0]], first.dtype)
     how = f"{first.kind} {dtype}" + (f" x {first.times}" if first.times > 1 else "")
     return Cargo(what, how, sum(c.total for c in members), len(members), first.line)
-
-
-def owner(o: Owned) -> str:
-    """Who does the work on matrices that an update needs whole."""
-    if o.repeated:
-        return "every replica does all of it"
-    return f"each replica owns {o.held}" + (f", {o.padding} copies as padding" if o.padding else "")
 
 
 def short_line(line: str) -> str:

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...planning.formatting import array, count, size
-from .summary import LEFT_TO_XLA, Cargo, advice, cargoes, families, owner, short_line
+from .summary import LEFT_TO_XLA, Cargo, advice, cargoes, families, short_line
 from .verdict import verdict
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def owner_table(plan: Plan) -> Iterator[RenderableType]:
     for o in plan.owned:
         work = f"{count(o.flops_before)} -> {count(o.flops_after)}"
         line = short_line(o.line).split(" ")[0]
-        table.add_row(*map(Text, (f"{o.count} x {array(o.dtype, o.shape)}", owner(o), work, line)))
+        table.add_row(*map(Text, (f"{o.count} x {array(o.dtype, o.shape)}", o.who, work, line)))
     yield table
 
 
