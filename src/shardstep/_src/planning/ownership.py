@@ -107,14 +107,14 @@ def owners(schedule: Schedule, taken: bool, owned: float, repeated: float) -> tu
         height, slots = step.equation.outputs[0].array.shape[0], step.ruling.blocks[0].shape[0]
         largest = max((v.array for v in piece.program.inputs), key=lambda a: a.size)
         each = program_flops(piece.program)
-        owned = [len(rows) for rows in piece.patterns(slots)] if taken and slots < height else [piece.count]
+        has = [len(rows) for rows in piece.patterns(slots)] if taken and slots < height else [piece.count]
         entry = Owned(
             shape=largest.shape[1:] if piece.joined else largest.shape,
             dtype=str(largest.dtype),
             count=piece.count,
-            held=(min(owned), max(owned)),
+            held=(min(has), max(has)),
             flops_before=piece.count * each,
-            flops_after=max(owned) * each,
+            flops_after=max(has) * each,
             line=step.equation.line,
             why=told,
         )

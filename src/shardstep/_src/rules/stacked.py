@@ -79,7 +79,8 @@ def _taken(x: Any, rows: Sequence[int]) -> Any:
 
 def _in_place(y: Any, rows: Sequence[int], whole: Array, cast: Cast) -> Any:
     """Rows in their slots."""
-    parts, filled = [], 0
+    parts: list[Any] = []
+    filled = 0
     for run in [*_runs(rows), [whole.shape[0]]]:
         if run[0] > sum(p.shape[0] for p in parts):
             missing = run[0] - sum(p.shape[0] for p in parts)
