@@ -32,6 +32,7 @@ from .layout import (
     padded_shape,
 )
 from .tiles import cuts_tiles, order_in_memory
+from .wire import Wire
 
 
 class Move(NamedTuple):
@@ -41,6 +42,7 @@ class Move(NamedTuple):
     source: Placement  # along the outermost axis
     target: Placement
     inner: tuple[int, ...] = ()  # further axes that make the same move in the same collective
+    wire: Wire | None = None  # how it travels, where that is not the collective's own way
 
     @property
     def axes(self) -> tuple[int, ...]:
@@ -74,11 +76,31 @@ class Move(NamedTuple):
                 return "local"
 
 
-def wire_bytes(move: Move, elements: float, dtype: Any, axis: Axis) -> float:
-    """Bytes that one replica sends when a value with this number of elements makes this move (ring algorithms)."""
+class Sent(NamedTuple):
+    """One collective of a move, and what one replica puts on the wire for it."""
+
+    kind: str
+    dtype: Any
+    bytes: float
+
+
+def sent(move: Move, elements: float, dtype: Any, axis: Axis) -> tuple[Sent, ...]:
+    """The collectives of a move, for a value with this number of elements (ring algorithms)."""
+    if move.kind == "local":
+        return ()
+    if move.wire is not None:
+        others = (axis.size - 1) * move.wire.nbytes(-(-elements // axis.size))
+        kinds = {"reduce-scatter": ("all-to-all",), "all-reduce": ("all-to-all", "all-gather")}
+        return tuple(Sent(kind, move.wire.dtype, others) for kind in kinds.get(move.kind, (move.kind,)))
     share = (axis.size - 1) / axis.size
-    sent = {"all-reduce": 2 * share, "reduce-scatter": share, "all-gather": share, "all-to-all": share / axis.size}
-    return sent.get(move.kind, 0.0) * elements * Array((), wire_dtype(move, dtype, axis)).nbytes
+    shares = {"all-reduce": 2 * share, "reduce-scatter": share, "all-gather": share, "all-to-all": share / axis.size}
+    travels = wire_dtype(move, dtype, axis)
+    return (Sent(move.kind, travels, shares[move.kind] * elements * Array((), travels).nbytes),)
+
+
+def wire_bytes(move: Move, elements: float, dtype: Any, axis: Axis) -> float:
+    """Bytes that one replica sends when a value with this number of elements makes this move."""
+    return sum(s.bytes for s in sent(move, elements, dtype, axis))
 
 
 def wire_dtype(move: Move, dtype: Any, axis: Axis) -> Any:
@@ -245,11 +267,26 @@ def layout_cost(source: Layout, target: Layout, array: Array, axes: tuple[Axis, 
 
 def priced_moves(source: Layout, target: Layout, array: Array, axes: tuple[Axis, ...]) -> Iterator[tuple[Move, float]]:
     """Each move with the bytes it puts on the wire."""
+    for move, held in sized_moves(source, target, array.shape, axes):
+        yield move, wire_bytes(move, held, array.dtype, move.over(axes))
+
+
+def sized_moves(
+    source: Layout, target: Layout, shape: tuple[int, ...], axes: tuple[Axis, ...], wire: Wire | None = None
+) -> Iterator[tuple[Move, int]]:
+    """Each move with the number of elements that it moves."""
     current = list(source)
-    for move in moves(source, target, array.shape, axes):
+    for move in moves(source, target, shape, axes):
         for k in move.axes:
             current[k] = REPLICATED
-        held = math.prod(padded_shape(block_shape(array.shape, tuple(current), axes), (move.source, move.target)))
-        yield move, wire_bytes(move, held, array.dtype, move.over(axes))
+        held = math.prod(padded_shape(block_shape(shape, tuple(current), axes), (move.source, move.target)))
+        yield by_wire(move, wire), held
         for k in move.axes:
             current[k] = move.target
+
+
+def by_wire(move: Move, wire: Wire | None) -> Move:
+    """The move as the wire has it: sums, and gathers of what is scaled. Nothing else loses anything on the way."""
+    if wire is None or not (move.op == "add" or (wire.scaled and move.kind == "all-gather")):
+        return move
+    return move._replace(wire=wire)

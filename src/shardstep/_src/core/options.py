@@ -26,6 +26,10 @@ class Options:
             None: the dtype they are produced in. Scalars, and statistics that the forward pass reads, keep theirs.
         gather_dtype: the dtype in which weights that rest sharded are gathered for the forward pass. None: the dtype
             that the forward pass reads. What the state itself holds is never rounded.
+        reduce: `"float32"`: gradients that travel in 16 bits are added in float32, and the sum is rounded once. It sends
+            no more bytes: the replicas exchange their terms, and each adds those of its own part.
+        wire: `"int8"`: large gradients travel in 8 bits, and so do weights that rest sharded, in blocks of 128 elements
+            with a scale each. This changes the numbers: see how much with `shardstep.check`.
         topology: read the devices as this machine, for example `"v5e:4x4"`; by default, as what they are. To plan for a
             machine from another one, and to test.
         memory: bytes that a device may use. A plan must fit: with `weights="auto"`, weights rest so that it does, if
@@ -42,6 +46,8 @@ class Options:
     bucket_bytes: int | None = None
     reduce_dtype: Any = None
     gather_dtype: Any = None
+    reduce: str | None = None
+    wire: str | None = None
     topology: str | None = None
     memory: int | None = None
     donate: bool = True
@@ -57,8 +63,34 @@ class Options:
                 raise ShardstepError(f"Options({name}={value!r}): use a number of bytes, 0 or more")
         for name in ("reduce_dtype", "gather_dtype"):
             object.__setattr__(self, name, _floating(name, getattr(self, name)))
+        for name, known in (("reduce", "float32"), ("wire", "int8")):
+            if getattr(self, name) not in (None, known):
+                raise ShardstepError(f"Options({name}={getattr(self, name)!r}): use {known!r} or None")
+        self._check_wire()
         if self.engine not in ENGINES:
             raise ShardstepError(f"Options(engine={self.engine!r}): choose one of {', '.join(map(repr, ENGINES))}")
+
+    def _check_wire(self) -> None:
+        """What travels in one way cannot travel in another."""
+        if self.wire is not None:
+            for name in ("reduce", "reduce_dtype", "gather_dtype"):
+                if (value := getattr(self, name)) is not None:
+                    raise ShardstepError(
+                        f"Options(wire={self.wire!r}, {name}={str(value)!r}): on an 8-bit wire gradients are added in"
+                        f" float32, and nothing travels in another dtype. Leave out {name}."
+                    )
+        if self.engine == "annotate" and self.asks:
+            raise ShardstepError(
+                f"Options({self.asks}, engine='annotate'): XLA's own collectives do not do that. Leave engine='rewrite'."
+            )
+
+    @property
+    def asks(self) -> str:
+        """What is asked of the wire that XLA's own collectives cannot do; empty if nothing is."""
+        for name in ("reduce", "wire"):
+            if (value := getattr(self, name)) is not None:
+                return f"{name}={value!r}"
+        return ""
 
 
 def _floating(name: str, value: Any) -> Any:

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from .layout import REPLICATED, Array, Axis, Layout, Partial, Placement, Replicated, Split, Varying, is_batch, show
-from .moves import cost, priced_moves, wire_dtype
+from .moves import Move, by_wire, cost, moves, sent, sized_moves
 from .program import Atom, Emit, Equation, Names, Program, Var
+from .wire import Wire
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,11 @@ class Transfer:
     source: Layout
     target: Layout
     dtype: Any = None  # of its floats on the way, where it is not their own
+    wire: Wire | None = None  # how its terms or blocks travel, where that is not the collective's own way
+
+    def moves(self, axes: tuple[Axis, ...]) -> Iterator[Move]:
+        for move in moves(self.source, self.target, self.var.array.shape, axes):
+            yield by_wire(move, self.wire)
 
     @property
     def array(self) -> Array:
@@ -253,18 +259,18 @@ def _shown(bundles: Sequence[Bundle], names: Names, axes: tuple[Axis, ...]) -> I
 
 def _communicated(bundle: Bundle, reader: Equation | None, axes: tuple[Axis, ...]) -> Iterator[Collective]:
     """The collectives of a bundle: its transfers make the same moves, and each move is one collective for all."""
-    for stage in zip(*(priced_moves(t.source, t.target, t.array, axes) for t in bundle), strict=True):
+    sized = (sized_moves(t.source, t.target, t.array.shape, axes, t.wire) for t in bundle)
+    for stage in zip(*sized, strict=True):
         move = stage[0][0]
-        if move.kind == "local":
-            continue
-        elements = sum(t.array.size for t in bundle)
-        yield Collective(
-            kind=move.kind,
-            dtype=str(wire_dtype(move, bundle[0].array.dtype, move.over(axes))),
-            shape=bundle[0].array.shape if len(bundle) == 1 else (elements,),
-            bytes=sum(moved for _, moved in stage),
-            axis="+".join(move.over(axes).names),
-            purpose=str(reader.primitive) if reader else "output",
-            line=reader.line if reader else "",
-            shapes=tuple(t.array.shape for t in bundle),
-        )
+        elements = sum(held for _, held in stage)
+        for kind, dtype, nbytes in sent(move, elements, bundle[0].array.dtype, move.over(axes)):
+            yield Collective(
+                kind=kind,
+                dtype=str(dtype),
+                shape=bundle[0].array.shape if len(bundle) == 1 else (sum(t.array.size for t in bundle),),
+                bytes=nbytes,
+                axis="+".join(move.over(axes).names),
+                purpose=str(reader.primitive) if reader else "output",
+                line=reader.line if reader else "",
+                shapes=tuple(t.array.shape for t in bundle),
+            )

@@ -29,6 +29,8 @@ def choose_weights(weights: str, options: Options, platform: str) -> tuple[str, 
                 " reads them rounded."
             )
         return "sharded", f"gather_dtype={options.gather_dtype.name}: they keep their dtype and are rounded on the way"
+    if options.wire is not None and weights == "auto":
+        return "sharded", f"wire={options.wire!r}: they keep their dtype and are rounded on the way"
     return _AUTO[platform] if weights == "auto" else (weights, "as asked")
 
 

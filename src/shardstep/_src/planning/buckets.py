@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from ..core.layout import Axis, Layout, Replicated, Split
-from ..core.moves import Move, moves, wire_dtype
+from ..core.moves import Move, wire_dtype
 from ..core.program import Var
 from ..core.schedule import Bundle, Schedule, Transfer
 from .message_depth import by_depth
@@ -109,13 +109,13 @@ def _made(schedule: Schedule) -> dict[tuple[Var, Layout], int]:
 def _kind(transfer: Transfer, axes: tuple[Axis, ...]) -> Any:
     """Equal for transfers that can share their collectives; None for one that travels alone, or not at all."""
     dtype = transfer.array.dtype
-    steps = list(moves(transfer.source, transfer.target, transfer.array.shape, axes))
+    steps = list(transfer.moves(axes))
     if not transfer.array.size or not all(map(_packs, steps)) or all(m.kind == "local" for m in steps):
         return None
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return None
     whole = tuple(isinstance(p, Replicated) for p in transfer.source + transfer.target)
-    return whole, tuple((m.kind, m.axes, m.op, str(wire_dtype(m, dtype, m.over(axes)))) for m in steps)
+    return whole, tuple((m.kind, m.axes, m.op, str(m.wire or wire_dtype(m, dtype, m.over(axes)))) for m in steps)
 
 
 def _packs(move: Move) -> bool:

@@ -24,7 +24,7 @@ from .buckets import bucket_bytes, fuse
 from .estimate import Estimate, estimate
 from .formatting import duration, size
 from .plan import Owned
-from .precision import travel_in
+from .precision import added_in_float32, lossy, travel_in
 from .propagation.boundary import Boundary
 from .propagation.forward import schedule
 from .propagation.memo import Memo
@@ -50,6 +50,8 @@ class Decided:
     donated: Mapping[int, int]  # the outputs that may be written over an input, and over which
     memory: int | None  # bytes that a device may use
     fits: bool  # is the predicted peak within that?
+    lossy: str = ""  # what is rounded on the wire, where the user asked for that
+    notes: tuple[str, ...] = ()
     owned: tuple[Owned, ...] = ()  # whole matrices that the update needs, and who has them
 
     @property
@@ -152,7 +154,7 @@ def _chosen(problem: Problem, weights: str) -> Attempt:
     """The step with its weights at rest as asked, or as the platform and the bytes on the wire suggest."""
     options, replicas = problem.options, problem.replicas
     chosen = _attempt(problem, *choose_weights(weights, options, replicas.topology.platform))
-    if weights == "auto" and options.gather_dtype is None:
+    if weights == "auto" and options.gather_dtype is None and options.wire is None:
         chosen = _reconsidered(problem, chosen)
     return chosen
 
@@ -224,7 +226,7 @@ def _scheduled(problem: Problem, policy: Policy) -> tuple[Schedule, tuple[str, .
     shown = [f"{show(layout)}, {reason}" for layout, reason in zip(inputs, reasons, strict=True)]
     passes.leave(f"at rest (weights {policy.weights})", dict(zip(captured.paths, shown, strict=True)))
     decided = passes.leave("propagation", schedule(program, axes, boundary, problem.memo))
-    decided = passes.leave("precision", travel_in(decided, options.reduce_dtype, options.gather_dtype))
+    decided = passes.leave("precision", travel_in(decided, options))
     told = tuple(_with_update(captured, decided, i, reason) for i, reason in enumerate(reasons))
     return passes.leave("buckets", fuse(decided, alone)), told
 
@@ -253,6 +255,7 @@ def _with_engine(problem: Problem, chosen: Attempt) -> Decided:
         inputs = unpadded
         resting = {o: inputs[i] for i, o in captured.state.items()}
         outputs = tuple(resting.get(o, everywhere) for o in range(len(captured.program.outputs)))
+    rewritten = choice.engine == "rewrite"
     return Decided(
         schedule=decided,
         baseline=problem.baseline,
@@ -268,6 +271,8 @@ def _with_engine(problem: Problem, chosen: Attempt) -> Decided:
         donated=problem.donated,
         memory=problem.memory,
         fits=chosen.fits,
+        lossy=lossy(decided, problem.options) if rewritten else "",
+        notes=tuple(filter(None, [added_in_float32(decided, problem.options)])) if rewritten else (),
     )
 
 
@@ -288,6 +293,7 @@ def _question(problem: Problem, chosen: Attempt, shares: bool) -> engines.Questi
         explicit=meshes.explicit(replicas.user_mesh) is not None,
         alone=replicas.count == 1 and problem.options.gather_dtype is None,  # one replica rounds as well
         owned=ownership.saved(decided, replicas),
+        asks=problem.options.asks,
     )
 
 

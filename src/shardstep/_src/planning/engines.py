@@ -49,6 +49,7 @@ class Question:
     shares: bool = True  # would any state be sharded at rest, left to XLA?
     explicit: bool = False  # are shardings part of the types around the step?
     alone: bool = False  # is there one replica only?
+    asks: str = ""  # the option that XLA's own collectives cannot do
     owned: float = 0.0  # work that each matrix's owner does alone: bytes that could be sent while all repeat it
 
 
@@ -61,6 +62,8 @@ def choose(asked: str, question: Question) -> Choice:
     ours, replicated = question.rewritten, question.replicated
     if question.alone and question.axis_name is None and not question.explicit:
         return Choice("annotate", "one replica has nothing to share")
+    if question.asks:
+        return Choice("rewrite", f"{question.asks} needs it")
     if enough(ours, replicated):
         return Choice("rewrite", "sends no more than the replicated step")
     more = f"rewritten, the step sends {size(ours)}, {ours / replicated:.2f} times as much as replicated"

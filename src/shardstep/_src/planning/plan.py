@@ -122,6 +122,7 @@ class Plan:
     memory: int | None = None  # bytes that a device may use
     axis_seconds: tuple[tuple[str, float], ...] = ()  # how long the links of each data axis are busy, of several
     notes: tuple[str, ...] = ()
+    lossy: str = ""  # what is rounded on the wire beyond what the step itself rounds (`Options.wire`)
     owned: tuple[Owned, ...] = ()  # whole matrices that the update needs, and who has them
     timeline: tuple[Segment, ...] = ()  # the sharded step in order
     timeline_before: tuple[Segment, ...] = ()  # the replicated one

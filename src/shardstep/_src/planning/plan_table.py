@@ -75,6 +75,7 @@ def table(plan: Plan) -> str:
         f"shardstep plan for {plan.replicas} replicas, weights {plan.weights} ({plan.why_weights})",
         *(f"  DOES NOT FIT      {line}" for line in [too_large(plan)] if line),
         *(f"  SENDS MORE        {line}" for line in [more_wire(plan)] if line),
+        *(f"  LOSES PRECISION   {line}" for line in [plan.lossy] if line),
         f"  machine           {plan.topology}",
         f"  state shared by   {plan.group} replicas ({plan.why_group})",
         f"  state per replica {size(plan.state_bytes.replicated)} -> {size(plan.state_bytes.sharded)}"

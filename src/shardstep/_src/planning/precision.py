@@ -1,48 +1,108 @@
-"""In which dtype values travel, where the user asks for another than their own.
+"""In which dtype values travel and are added, where the user asks for another than their own.
 
-`reduce_dtype` is for gradients, `gather_dtype` for weights that rest sharded. Neither word means anything to a program,
-so both are told apart by where a value goes: a weight goes on to meet the examples; a gradient does not (it goes to the
-state). Sums that the forward pass reads again (BatchNorm's statistics), scalars (a loss, a norm) and whatever the state
-keeps are left as they are.
+`reduce_dtype` and `reduce` are for gradients, `gather_dtype` for weights that rest sharded, `wire` for both. Neither
+word means anything to a program, so both are told apart by where a value goes: a weight goes on to meet the examples; a
+gradient does not (it goes to the state). Sums that the forward pass reads again (BatchNorm's statistics), scalars (a
+loss, a norm) and whatever the state keeps are left as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container
+import math
+from collections.abc import Container, Iterator
 from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from ..core.layout import Layout, Partial, Replicated, Split, is_batch
+from ..core.options import Options
 from ..core.program import Atom, Var
 from ..core.schedule import Schedule, Step, Transfer
+from ..core.wire import BLOCK, Wire
+from .formatting import size
 from .propagation import loops
 
 
-def travel_in(schedule: Schedule, reduce_dtype: Any, gather_dtype: Any, later: Container[int] = ()) -> Schedule:
-    """The same schedule, with transfers of gradients and of weights in the dtypes asked for.
+def travel_in(schedule: Schedule, options: Options, later: Container[int] = ()) -> Schedule:
+    """The same schedule, with transfers of gradients and of weights as asked for.
 
     `later`: the outputs that meet the examples outside, where this is the body of a loop.
     """
-    if reduce_dtype is None and gather_dtype is None:
+    if all(asked is None for asked in (options.reduce_dtype, options.gather_dtype, options.reduce, options.wire)):
         return schedule
     meeting = _meeting_examples(schedule, later)
+    replicas = math.prod(axis.size for axis in schedule.axes)
+    gathered_in = np.dtype(np.int8) if options.wire else options.gather_dtype
 
     def dressed(t: Transfer) -> Transfer:
-        if reduce_dtype is not None and _is_gradient(t) and t.var not in meeting:
-            return replace(t, dtype=reduce_dtype)
-        if gather_dtype is not None and _is_weight(t, gather_dtype) and _only_met(schedule, t, meeting):
-            return replace(t, dtype=gather_dtype)
-        return t
+        large = _is_large(t, replicas)
+        if _is_gradient(t) and t.var not in meeting:
+            return _summed(t, options, large)
+        if gathered_in is None or not _is_weight(t, gathered_in) or not _only_met(schedule, t, meeting):
+            return t
+        if options.wire:
+            return replace(t, wire=Wire(gathered_in)) if large else t
+        return replace(t, dtype=gathered_in)
 
     steps = []
     for step in schedule.steps:
         outside = _later(step, meeting)
-        bodies = tuple(travel_in(body, reduce_dtype, gather_dtype, outside) for body in step.bodies)
+        bodies = tuple(travel_in(body, options, outside) for body in step.bodies)
         steps.append(step._replace(bodies=bodies) if bodies else step)
     transfers = tuple(tuple(tuple(map(dressed, b)) for b in bundles) for bundles in schedule.transfers)
     return replace(schedule, steps=tuple(steps), transfers=transfers)
+
+
+def _summed(t: Transfer, options: Options, large: bool) -> Transfer:
+    """A gradient on its way."""
+    if options.wire:
+        return replace(t, wire=Wire(np.dtype(np.int8))) if large and jnp.dtype(t.var.array.dtype).itemsize <= 4 else t
+    travels = jnp.dtype(options.reduce_dtype or t.var.array.dtype)
+    if options.reduce and travels.itemsize == 2 and t.var.array.size:
+        return replace(t, wire=Wire(travels))
+    return t if options.reduce_dtype is None else replace(t, dtype=options.reduce_dtype)
+
+
+def lossy(schedule: Schedule, options: Options) -> str:
+    """What an 8-bit wire costs in precision; empty without one."""
+    if options.wire is None:
+        return ""
+    found = [c for c in schedule.collectives if c.dtype == options.wire]
+    gathered = sum(c.tensors for c in found if c.kind == "all-gather")
+    sums = sum(c.tensors for c in found if c.kind == "all-to-all")
+    nbytes = sum(c.total for c in found)
+    return (
+        f"wire={options.wire!r}: {sums} gradients and {gathered} gathers travel in 8 bits ({size(nbytes)}), each element"
+        f" to within 1/254 of the largest of {BLOCK}; shardstep.check measures what that does to the numbers"
+    )
+
+
+def added_in_float32(schedule: Schedule, options: Options) -> str:
+    """Which sums are exact but for one rounding; empty where that was not asked for."""
+    if options.reduce is None:
+        return ""
+    wires = {t.wire for t in _transfers(schedule) if t.wire}
+    if not wires:
+        return f"reduce={options.reduce!r}: no gradient travels in 16 bits, so nothing changes"
+    return f"reduce={options.reduce!r}: gradients travel in {', '.join(sorted(map(str, wires)))} and are added in float32"
+
+
+def _transfers(schedule: Schedule) -> Iterator[Transfer]:
+    for bundles in schedule.transfers:
+        for bundle in bundles:
+            yield from bundle
+    for step in schedule.steps:
+        for body in step.bodies:
+            yield from _transfers(body)
+
+
+_LEAST = 8 * BLOCK  # elements per replica: biases and scales are few, and feel what is lost
+
+
+def _is_large(t: Transfer, replicas: int) -> bool:
+    return t.var.array.size >= replicas * _LEAST
 
 
 def _is_gradient(t: Transfer) -> bool:

@@ -16,21 +16,30 @@ from jax.experimental.layout import with_layout_constraint
 
 from ..core import compat
 from ..core.layout import Axis, Layout, Partial, Placement, Replicated, Split, Varying
-from ..core.moves import Move, moves, wire_dtype
+from ..core.moves import Move, by_wire, moves, wire_dtype
 from ..core.tiles import order_in_memory
+from ..core.wire import Wire
 from .ring_scatter import in_pieces, scatter_in_pieces
+from .terms import gather_row, reduce_terms, scatter_terms
 
 
-def convert(x: jax.Array, shape: tuple[int, ...], source: Layout, target: Layout, axes: tuple[Axis, ...]) -> jax.Array:
+def convert(
+    x: jax.Array,
+    shape: tuple[int, ...],
+    source: Layout,
+    target: Layout,
+    axes: tuple[Axis, ...],
+    wire: Wire | None = None,
+) -> jax.Array:
     """Make the replica's block of a value of this shape in one layout into its block in another (in `shard_map`)."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) and source != target:
         data = jax.random.key_data(x)
         data = convert(data, shape + data.shape[x.ndim :], source, target, axes)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    for move in moves(source, target, shape, axes):
+    for move in (by_wire(m, wire) for m in moves(source, target, shape, axes)):
         axis = move.over(axes)
-        sent = padded(x, move.target).astype(wire_dtype(move, x.dtype, axis))
-        if axis.backend.tiled and move.kind == "reduce-scatter":
+        sent = to_send(x, move, axis)
+        if axis.backend.tiled and move.kind == "reduce-scatter" and move.wire is None:
             sent = _as_at_rest(sent, order_in_memory(shape, target, axes))
         x = unpadded(perform(sent, move, axis).astype(x.dtype), shape, move.source)
     return x
@@ -43,6 +52,12 @@ def _as_at_rest(x: jax.Array, order: tuple[int, ...]) -> jax.Array:
     and back again: 24 copies of shards for 4 weights with Adam on v6e, or of whole weights that rest replicated.
     """
     return with_layout_constraint(x, MemoryLayout(order))
+
+
+def to_send(x: jax.Array, move: Move, axis: Axis) -> jax.Array:
+    """The replica's block as it goes into the move's collective."""
+    room = padded(x, move.target)
+    return room if move.wire else room.astype(wire_dtype(move, x.dtype, axis))
 
 
 def padded(x: jax.Array, placement: Placement) -> jax.Array:
@@ -62,6 +77,8 @@ def unpadded(x: jax.Array, shape: tuple[int, ...], placement: Placement) -> jax.
 
 def perform(x: jax.Array, move: Move, axis: Axis) -> jax.Array:
     """One move of a replica's block."""
+    if move.wire is not None:
+        return _by_wire(x, move, move.wire, axis)
     match move.source, move.target:
         case Partial(op), Replicated():
             return reduce(x, op, axis)
@@ -82,6 +99,17 @@ def perform(x: jax.Array, move: Move, axis: Axis) -> jax.Array:
         case Replicated(), Partial() | Varying():
             return varying(x, *axis.names)
     raise AssertionError(f"no way from {move.source} to {move.target}")
+
+
+def _by_wire(x: jax.Array, move: Move, wire: Wire, axis: Axis) -> jax.Array:
+    match move.source, move.target:
+        case Partial(), Split() as s:
+            return _in_view(x, s, lambda v, d: scatter_terms(in_blocks(v, d, axis.size), wire, axis))
+        case Split() as s, Replicated():
+            return _in_view(x, s, lambda v, d: from_blocks(gather_row(v, wire, axis), d))
+        case _, Varying():
+            return varying(reduce_terms(x, wire, axis), *axis.names)
+    return reduce_terms(x, wire, axis)
 
 
 def reduce(x: jax.Array, op: str, axis: Axis) -> jax.Array:

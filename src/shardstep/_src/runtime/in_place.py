@@ -30,7 +30,7 @@ def gathered_outputs(schedule: Schedule, least: float) -> frozenset[int]:
 def _ends_in_gather(transfer: Transfer, schedule: Schedule) -> bool:
     """(Floats only: what else is gathered is small. Those that travel in another dtype are converted on arrival.)"""
     array = transfer.array
-    if transfer.dtype is not None or not jnp.issubdtype(array.dtype, jnp.floating):
+    if transfer.dtype is not None or transfer.wire is not None or not jnp.issubdtype(array.dtype, jnp.floating):
         return False
     kinds = [m.kind for m in moves(transfer.source, transfer.target, array.shape, schedule.axes)]
     return kinds[-1:] == ["all-gather"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -36,6 +36,19 @@ class Check:
     steps: int
     replicas: int
     leaves: tuple[Difference, ...]
+    wire: str = ""  # `Options.wire`, if set
+    wire_error: float = 0.0  # what that changed: see `_lost_on_the_wire`
+
+    @property
+    def lossy(self) -> str:
+        """What a lossy wire did to the numbers, in words; empty without one."""
+        if not self.wire:
+            return ""
+        after = f"{self.steps} step" + "s" * (self.steps > 1)
+        return (
+            f"wire={self.wire!r} loses precision: after {after} it moved a leaf by up to {self.wire_error:.2%} of its"
+            " norm, compared with the same run on an exact wire"
+        )
 
     @property
     def exact(self) -> bool:
@@ -52,6 +65,7 @@ class Check:
 
     def __str__(self) -> str:
         lines = [f"{self.steps} steps on {self.replicas} replicas against the plain program"]
+        lines += [f"  {self.lossy}"] * bool(self.lossy)
         for leaf in sorted(self.leaves, key=lambda leaf: -leaf.relative):
             what = (
                 "exact" if leaf.exact else f"differs by {leaf.absolute:.3g} ({leaf.relative:.3g} of its largest value)"
@@ -68,15 +82,47 @@ def check(step: Callable[..., Any], *args: Any, steps: int = 3, **kwargs: Any) -
     sharded = step if isinstance(step, ShardedStep) else shard(step)
     program, call = sharded.program(args, kwargs)
     plain = _plain(sharded, program)
-    ours, theirs = [_copy(x) for x in call.leaves], list(call.leaves)  # what is in place already would be donated
+    theirs = list(call.leaves)
     for _ in range(steps):
-        out = jax.tree.leaves(program(program.place(ours)))
         reference = plain(theirs)
-        ours, theirs = _advance(program.captured, ours, out), _advance(program.captured, theirs, reference)
+        theirs = _advance(program.captured, theirs, reference)
+    out = _run(program, call.leaves, steps)
+    wire, lost = sharded.options.wire or "", 0.0
+    if wire:
+        settings = replace(
+            sharded.settings, weights=program.decided.weights, options=replace(sharded.options, wire=None)
+        )
+        exact, _ = ShardedStep(sharded.step, sharded.replicas, settings).program(args, kwargs)
+        lost = _lost_on_the_wire(out, _run(exact, call.leaves, steps))
     paths = [p + jax.tree_util.keystr(path) for p, path in _paths(program.captured)]
     arrays = [leaf for leaf in out if hasattr(leaf, "dtype")]
     compared = (_compare(p, a, b) for p, a, b in zip(paths, arrays, reference, strict=True))
-    return Check(steps, sharded.replicas.count, tuple(compared))
+    return Check(steps, sharded.replicas.count, tuple(compared), wire, lost)
+
+
+def _run(program: PlannedStep, leaves: list[Any], steps: int) -> list[Any]:
+    """What the sharded step returns in the end."""
+    held = [_copy(x) for x in leaves]  # what is in place already would be donated
+    out: list[Any] = []
+    for _ in range(steps):
+        out = jax.tree.leaves(program(program.place(held)))
+        held = _advance(program.captured, held, out)
+    return out
+
+
+def _lost_on_the_wire(ours: list[Any], exact: list[Any]) -> float:
+    """The largest distance between two leaves, as a share of the leaf's norm.
+
+    (Not of its largest element: an optimizer that normalises updates turns rounding into whole updates where a gradient
+    is next to nothing.)
+    """
+    distances = [0.0]
+    for a, b in zip(ours, exact, strict=True):
+        if hasattr(a, "dtype") and jnp.issubdtype(a.dtype, jnp.floating):
+            x, y = (whole(v).astype(np.float64) for v in (a, b))
+            norm = float(np.linalg.norm(y))
+            distances.append(float(np.linalg.norm(x - y)) / norm if norm else 0.0)
+    return max(distances)
 
 
 def _plain(sharded: ShardedStep, program: PlannedStep) -> Callable[[list[Any]], list[Any]]:

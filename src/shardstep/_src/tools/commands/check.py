@@ -24,6 +24,8 @@ def check(name: str, steps: int, tolerance: float) -> int:
     mesh = Mesh(np.asarray(jax.devices()), ("data",))
     found = compare(program.sharded(mesh), *program.args, steps=steps)
     console = console_for()
+    if found.lossy:
+        console.print(f"{found.lossy}.", style="bold red", soft_wrap=True)
     console.print(differences(found, tolerance))
     agree = found.within(tolerance)
     exact = sum(leaf.exact for leaf in found.leaves)

@@ -31,10 +31,10 @@ class Sentence:
 
 
 def verdict(plan: Plan) -> list[Sentence]:
-    """At most nine sentences of one line each, the worst first."""
+    """At most nine sentences of one line each (an 8-bit wire is told at length), the worst first."""
     if plan.replicas == 1:
         return [Sentence("Verdict", "one replica: there is nothing to share, so the step runs as it is"), *_fit(plan)]
-    found = [*_fit(plan), *_totals(plan), *_times(plan), *_weights(plan), *_whole(plan), *_fallbacks(plan)]
+    found = [*_fit(plan), *_precision(plan), *_totals(plan), *_times(plan), *_weights(plan), *_whole(plan), *_fallbacks(plan)]
     return [_headline(plan, found), *sorted(found, key=lambda s: not s.worse)]
 
 
@@ -67,6 +67,11 @@ def _fit(plan: Plan) -> Iterator[Sentence]:
     else:
         text = f"predicted peak {size(peak.sharded)}, and a device has {size(memory)}; replicated {before}"
         yield Sentence("Too large", text, True)
+
+
+def _precision(plan: Plan) -> Iterator[Sentence]:
+    if plan.lossy:
+        yield Sentence("Precision", plan.lossy, True)
 
 
 def _totals(plan: Plan) -> Iterator[Sentence]:
