@@ -309,6 +309,27 @@ MUTATIONS = [
         "return bool(readers) or all(",
         "planning/test_precision.py -k elsewhere",
     ),
+    Mutation(
+        "terms added in the dtype they travel in",
+        "runtime/terms.py",
+        "return arrived.astype(jnp.float32)",
+        "return arrived",
+        "runtime/test_terms.py -k 'exact_sum and 8'",
+    ),
+    Mutation(
+        "an 8-bit wire scales by what padding holds",
+        "runtime/packing.py",
+        "if t.wire is None or not t.wire.scaled:",
+        "if True:",
+        "runtime/test_terms.py -k padding",
+    ),
+    Mutation(
+        "an 8-bit wire hides what is not finite",
+        "runtime/terms.py",
+        "jnp.where(jnp.all(jnp.isfinite(blocks), axis=2), largest / 127, jnp.nan)",
+        "largest / 127",
+        "runtime/test_terms.py -k finite",
+    ),
     # -- calls, checkpoints, arguments ----------------------------------------------------------------------------
     Mutation(
         "one array donated twice",

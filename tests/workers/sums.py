@@ -1,4 +1,4 @@
-"""How exact sums over many replicas are: `python sums.py REPLICAS [AXES]`, one line of JSON.
+"""How exact sums over many replicas are: `python sums.py REPLICAS`, one line of JSON.
 
 Each replica has one example, so that its term of a gradient is one product, and the exact sum is known in float64.
 """
@@ -7,21 +7,15 @@ import json
 import sys
 
 import jax
-
-REPLICAS = int(sys.argv[1])
-SHAPE = tuple(map(int, sys.argv[2].split("x"))) if len(sys.argv) > 2 else (REPLICAS,)
-jax.config.update("jax_num_cpu_devices", REPLICAS)
-jax.config.update("jax_enable_x64", False)
-
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 import shardstep
 from shardstep import Options
 
-WIDTHS = ((512, 128), (384, 131), (7, 5))  # cut, padded, and small: all-reduced
-MESH = Mesh(np.asarray(jax.devices()).reshape(SHAPE), tuple("abc"[: len(SHAPE)]))
+REPLICAS = int(sys.argv[1])
+WIDTHS = ((512, 128), (384, 131), (7, 5))  # large, large on few replicas, and small: all-reduced
+jax.config.update("jax_num_cpu_devices", REPLICAS)
 
 
 def step(state, batch):
@@ -42,7 +36,7 @@ def measured(dtype, **options):
     """Of each leaf: the largest error of the gradient, and how much of it rounding the exact sum once explains."""
     batch = batch_in(dtype)
     state = [jnp.zeros(widths, dtype) for widths in WIDTHS]
-    sharded = shardstep.shard(step, MESH, batch_argnums=1, weights="replicated", options=Options(**options))
+    sharded = shardstep.shard(step, batch_argnums=1, weights="replicated", options=Options(**options))
     plan = sharded.plan(state, batch)
     made = [-np.asarray(w, np.float64) for w in sharded(state, batch)]
     found = []

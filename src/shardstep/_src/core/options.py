@@ -26,8 +26,8 @@ class Options:
             None: the dtype they are produced in. Scalars, and statistics that the forward pass reads, keep theirs.
         gather_dtype: the dtype in which weights that rest sharded are gathered for the forward pass. None: the dtype
             that the forward pass reads. What the state itself holds is never rounded.
-        reduce: `"float32"`: gradients that travel in 16 bits are added in float32, and the sum is rounded once. It sends
-            no more bytes: the replicas exchange their terms, and each adds those of its own part.
+        reduce: `"float32"`: gradients that travel in 16 bits are added in float32, and the sum is rounded once. This
+            sends no more bytes: the replicas exchange their terms, and each adds those of its own part.
         wire: `"int8"`: large gradients travel in 8 bits, and so do weights that rest sharded, in blocks of 128 elements
             with a scale each. This changes the numbers: see how much with `shardstep.check`.
         topology: read the devices as this machine, for example `"v5e:4x4"`; by default, as what they are. To plan for a
@@ -79,18 +79,18 @@ class Options:
                         f"Options(wire={self.wire!r}, {name}={str(value)!r}): on an 8-bit wire gradients are added in"
                         f" float32, and nothing travels in another dtype. Leave out {name}."
                     )
-        if self.engine == "annotate" and self.asks:
+        if self.engine == "annotate" and (asked := beyond_xla(self)):
             raise ShardstepError(
-                f"Options({self.asks}, engine='annotate'): XLA's own collectives do not do that. Leave engine='rewrite'."
+                f"Options({asked}, engine='annotate'): XLA's collectives do not do that. Leave engine='rewrite'."
             )
 
-    @property
-    def asks(self) -> str:
-        """What is asked of the wire that XLA's own collectives cannot do; empty if nothing is."""
-        for name in ("reduce", "wire"):
-            if (value := getattr(self, name)) is not None:
-                return f"{name}={value!r}"
-        return ""
+
+def beyond_xla(options: Options) -> str:
+    """What is asked of the wire that XLA's own collectives cannot do; empty if nothing is."""
+    for name in ("reduce", "wire"):
+        if (value := getattr(options, name)) is not None:
+            return f"{name}={value!r}"
+    return ""
 
 
 def _floating(name: str, value: Any) -> Any:

@@ -239,21 +239,21 @@ class Schedule:
     def collectives(self) -> tuple[Collective, ...]:
         """Everything that is communicated, in program order, what bodies communicate included."""
         found = list(self.sent[0])
-        for step, sent in zip(self.steps, self.sent[1:], strict=True):
+        for step, after in zip(self.steps, self.sent[1:], strict=True):
             loop = f"{step.equation.primitive} at {step.equation.line}" if step.bodies else ""
             for body, times in zip(step.bodies, step.times, strict=True):
                 found += [replace(c, loop=c.loop or loop, times=c.times * times) for c in body.collectives]
-            found += sent
+            found += after
         return tuple(found)
 
 
 def _shown(bundles: Sequence[Bundle], names: Names, axes: tuple[Axis, ...]) -> Iterator[str]:
     """`reduce-scatter c: partial(add) -> split(0), 896 bytes over data`: the transfers before an equation."""
     for bundle in bundles:
-        sent = list(_communicated(bundle, None, axes))
-        kinds = ", then ".join(c.kind for c in sent) or "slice"
+        shared = list(_communicated(bundle, None, axes))
+        kinds = ", then ".join(c.kind for c in shared) or "slice"
         values = ", ".join(f"{names[t.var]}: {show(t.source)} -> {show(t.target)}" for t in bundle)
-        priced = "".join(f", {c.bytes:.0f} bytes of {c.dtype} over {c.axis}" for c in sent)
+        priced = "".join(f", {c.bytes:.0f} bytes of {c.dtype} over {c.axis}" for c in shared)
         yield f"  {kinds} {values}{priced}"
 
 

@@ -35,8 +35,9 @@ class Wire:
 
     def nbytes(self, elements: float) -> float:
         """Of a message with this many elements."""
-        scales = -(-elements // BLOCK) if self.scaled else 0
-        return (elements if not self.scaled else scales * BLOCK) * jnp.dtype(self.dtype).itemsize + scales * SCALE.itemsize
+        if not self.scaled:
+            return elements * jnp.dtype(self.dtype).itemsize
+        return -(-elements // BLOCK) * (BLOCK + SCALE.itemsize)
 
     def __str__(self) -> str:
         return str(jnp.dtype(self.dtype))

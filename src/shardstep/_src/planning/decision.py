@@ -11,7 +11,7 @@ from ..capture.step import Captured
 from ..core import meshes, passes
 from ..core.execution import Execution
 from ..core.layout import Axis, Layout, Split, is_padded, joined, show, whole
-from ..core.options import Options
+from ..core.options import Options, beyond_xla
 from ..core.program import Atom
 from ..core.schedule import Schedule
 from ..core.user_shardings import Kept, alike
@@ -293,7 +293,7 @@ def _question(problem: Problem, chosen: Attempt, shares: bool) -> engines.Questi
         explicit=meshes.explicit(replicas.user_mesh) is not None,
         alone=replicas.count == 1 and problem.options.gather_dtype is None,  # one replica rounds as well
         owned=ownership.saved(decided, replicas),
-        asks=problem.options.asks,
+        asks=beyond_xla(problem.options),
     )
 
 

@@ -74,8 +74,8 @@ def lossy(schedule: Schedule, options: Options) -> str:
     sums = sum(c.tensors for c in found if c.kind == "all-to-all")
     nbytes = sum(c.total for c in found)
     return (
-        f"wire={options.wire!r}: {sums} gradients and {gathered} gathers travel in 8 bits ({size(nbytes)}), each element"
-        f" to within 1/254 of the largest of {BLOCK}; shardstep.check measures what that does to the numbers"
+        f"wire={options.wire!r}: {sums} gradients and {gathered} gathers travel in 8 bits ({size(nbytes)}), each"
+        f" element to within 1/254 of the largest of {BLOCK}; shardstep.check measures what that does to the numbers"
     )
 
 
@@ -86,7 +86,9 @@ def added_in_float32(schedule: Schedule, options: Options) -> str:
     wires = {t.wire for t in _transfers(schedule) if t.wire}
     if not wires:
         return f"reduce={options.reduce!r}: no gradient travels in 16 bits, so nothing changes"
-    return f"reduce={options.reduce!r}: gradients travel in {', '.join(sorted(map(str, wires)))} and are added in float32"
+    return (
+        f"reduce={options.reduce!r}: gradients travel in {', '.join(sorted(map(str, wires)))} and are added in float32"
+    )
 
 
 def _transfers(schedule: Schedule) -> Iterator[Transfer]:

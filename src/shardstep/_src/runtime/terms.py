@@ -59,13 +59,14 @@ def _decoded(got: jax.Array, shape: tuple[int, ...], wire: Wire, axis: Axis) -> 
 def _scaled(x: jax.Array) -> jax.Array:
     """Rows of bytes: 8 bits for each element, then the bytes of the scales.
 
-    The largest element of a block becomes 127. A block with an element that is not finite arrives as NaN: its scale is
-    not finite either, so that a step that looks for overflow still finds it.
+    The largest element of a block becomes 127. A block with an element that is not finite arrives as NaN, so that a
+    step that looks for overflow still finds it. (That is asked for outright: XLA's maximum may pass over a NaN.)
     """
     rows = x.reshape(x.shape[0], -1).astype(jnp.float32)
     rows = jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % BLOCK)))
     blocks = rows.reshape(rows.shape[0], -1, BLOCK)
-    scales = jnp.max(jnp.abs(blocks), axis=2) / 127
+    largest = jnp.max(jnp.abs(blocks), axis=2)
+    scales = jnp.where(jnp.all(jnp.isfinite(blocks), axis=2), largest / 127, jnp.nan)
     steps = blocks / jnp.where(scales > 0, scales, 1)[..., None]
     eighths = jnp.clip(jnp.round(steps), -127, 127).astype(jnp.int8).reshape(rows.shape)
     told = lax.bitcast_convert_type(scales.astype(SCALE), jnp.int8).reshape(rows.shape[0], -1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -100,7 +100,7 @@ def check(step: Callable[..., Any], *args: Any, steps: int = 3, **kwargs: Any) -
     return Check(steps, sharded.replicas.count, tuple(compared), wire, lost)
 
 
-def _run(program: PlannedStep, leaves: list[Any], steps: int) -> list[Any]:
+def _run(program: PlannedStep, leaves: Sequence[Any], steps: int) -> list[Any]:
     """What the sharded step returns in the end."""
     held = [_copy(x) for x in leaves]  # what is in place already would be donated
     out: list[Any] = []

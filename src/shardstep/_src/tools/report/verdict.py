@@ -34,7 +34,8 @@ def verdict(plan: Plan) -> list[Sentence]:
     """At most nine sentences of one line each (an 8-bit wire is told at length), the worst first."""
     if plan.replicas == 1:
         return [Sentence("Verdict", "one replica: there is nothing to share, so the step runs as it is"), *_fit(plan)]
-    found = [*_fit(plan), *_precision(plan), *_totals(plan), *_times(plan), *_weights(plan), *_whole(plan), *_fallbacks(plan)]
+    parts = (_fit, _precision, _totals, _times, _weights, _whole, _fallbacks)
+    found = [sentence for part in parts for sentence in part(plan)]
     return [_headline(plan, found), *sorted(found, key=lambda s: not s.worse)]
 
 
