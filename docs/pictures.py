@@ -28,20 +28,20 @@ def block(axes, x, y, colour, part=None, size=0.9):
 
 def arrow(axes, x, y, text):
     axes.add_patch(FancyBboxPatch((x, y), 1.5, 3.6, boxstyle="round,pad=0.05", color=WIRE, alpha=0.18, linewidth=0))
-    axes.text(x + 0.75, y + 1.8, text, ha="center", va="center", color=WIRE, fontsize=11, weight="bold")
+    axes.text(x + 0.75, y + 1.8, text, ha="center", va="center", color="#8a4f83", fontsize=17, weight="bold")
 
 
 def update():
     """One update on four replicas, before and after."""
-    figure, axes = canvas(13, 9.6)
+    figure, axes = canvas(12, 10.6)
     for top, title, split, steps in (
-        (5.1, "before: every replica updates everything", False, ("all-\nreduce", "")),
+        (5.6, "before: every replica updates everything", False, ("all-\nreduce", "")),
         (0.2, "after: each replica updates its part", True, ("reduce-\nscatter", "all-\ngather")),
     ):
-        axes.text(0, top + 4.2, title, fontsize=13, weight="bold")
+        axes.text(0, top + 4.62, title, fontsize=21, weight="bold")
         for r in range(REPLICAS):
             y, part = top + 0.95 * (REPLICAS - 1 - r), r if split else None
-            axes.text(0, y + 0.45, f"replica {r}", va="center", fontsize=10)
+            axes.text(0, y + 0.45, f"replica {r}", va="center", fontsize=16)
             block(axes, 1.3, y, GRADIENT)
             block(axes, 4.4, y, GRADIENT, part)
             block(axes, 5.6, y, STATE, part)
@@ -51,9 +51,9 @@ def update():
         if split:
             arrow(axes, 8.2, top + 0.05, steps[1])
         for x, text in ((1.3, "gradient\nterms"), (4.4, "gradient"), (5.6, "moments"), (6.8, "update")):
-            axes.text(x + 0.45, top + 3.83, text, ha="center", va="bottom", fontsize=8, color="#5b6470")
+            axes.text(x + 0.45, top + 3.83, text, ha="center", va="bottom", fontsize=16, color="#5b6470")
         axes.text(
-            (10.65 if split else 8.85), top + 3.83, "weights", ha="center", va="bottom", fontsize=8, color="#5b6470"
+            (10.65 if split else 8.85), top + 3.83, "weights", ha="center", va="bottom", fontsize=16, color="#5b6470"
         )
     figure.savefig(IMAGES / "update.svg", metadata={"Date": None})
     plt.close(figure)
@@ -61,19 +61,19 @@ def update():
 
 def layouts():
     """What four replicas hold of one value."""
-    figure, axes = canvas(12, 2.6)
+    figure, axes = canvas(12, 2.9)
     for x, title, said in (
         (0.2, "Replicated", "each replica holds all of it"),
         (4.2, "Split(0)", "each replica holds one block"),
         (8.2, "Partial(sum)", "each holds a term of the sum"),
     ):
-        axes.text(x, 2.25, title, fontsize=13, weight="bold")
-        axes.text(x, 1.9, said, fontsize=9, color="#5b6470")
+        axes.text(x, 2.4, title, fontsize=20, weight="bold")
+        axes.text(x, 1.85, said, fontsize=14, color="#5b6470")
         for r in range(REPLICAS):
             colour = GRADIENT if title.startswith("Partial") else WEIGHT
             block(axes, x + 0.85 * r, 0.6, colour, r if title.startswith("Split") else None, 0.75)
             sign = " + " if title.startswith("Partial") and r else ""
-            axes.text(x + 0.85 * r + 0.37, 0.3, f"{sign}{r}", ha="center", fontsize=8, color="#5b6470")
+            axes.text(x + 0.85 * r + 0.37, 0.22, f"{sign}{r}", ha="center", fontsize=15, color="#5b6470")
     figure.savefig(IMAGES / "layouts.svg", metadata={"Date": None})
     plt.close(figure)
 

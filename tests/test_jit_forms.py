@@ -254,6 +254,8 @@ def test_a_sharded_step_says_what_it_is():
     assert repr(shardstep.shard(adam_step, MESH)) == "ShardedStep(adam_step, mesh=(data=8))"
     text = repr(shardstep.shard(adam_step, MESH, weights="sharded", batch_argnums=1))
     assert text == "ShardedStep(adam_step, mesh=(data=8), batch_argnums=1, weights='sharded')"
+    kept = shardstep.shard(adam_step, MESH, options=shardstep.Options(donate=False, bucket_bytes=0))
+    assert repr(kept) == "ShardedStep(adam_step, mesh=(data=8), options=Options(bucket_bytes=0, donate=False))"
     assert "functools" not in repr(shardstep.shard(functools.partial(adam_step), MESH))
     assert inspect.signature(bare) == inspect.signature(adam_step)
     assert shardstep.__version__[0].isdigit()

@@ -1,11 +1,12 @@
 """`explain` on two language models, as golden texts; its verdict, and what it says in special cases.
 
-Where a change is meant, regenerate with `python tests/tools/test_explain.py`.
+Where a change is meant, regenerate with `PYTHONPATH=tests python tests/tools/test_explain.py`.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,7 +19,7 @@ from steps import adam_state, adam_step, batch, mesh_of
 
 import shardstep
 from shardstep._src.planning.formatting import count, size
-from shardstep._src.planning.paths import dotted, shortened
+from shardstep._src.planning.paths import common, dotted, shortened
 from shardstep._src.tools.report.summary import cargoes, families
 from shardstep._src.tools.report.terminal import render
 from shardstep._src.tools.report.verdict import verdict
@@ -55,16 +56,22 @@ def test_the_verdict_says_what_is_kept_and_sent():
     assert said["Verdict"] == "2.4x less state per device with the same communication"
     assert "144.8 KiB -> 60.8 KiB (42%)" in said["Kept"] and "(100%)" in said["Sent"]
     assert not any(s.worse for s in verdict(PLAN))
-    assert all(len(s.text) <= 70 for s in verdict(PLAN))
+    assert all(s.line == s.text and len(s.line) <= 70 for s in verdict(PLAN))  # nothing is cut off
 
 
 def test_what_is_worse_comes_first_and_is_red():
     total = type(PLAN.wire_bytes)
     worse = replace(PLAN, wire_bytes=total(100.0, 151.0))
     first, second, *rest = verdict(worse)
-    assert first.worse and first.text == "worse than the replicated step: sent"
+    assert first.worse and first.text == "worse than the replicated step: sent; but 2.4x less state"
     assert second.topic == "Sent" and second.worse and "(151%)" in second.text
     assert not any(s.worse for s in rest)
+    slightly = next(s for s in verdict(replace(PLAN, wire_bytes=total(10.2 * 2**20, 10.24 * 2**20 + 2**14))))
+    assert slightly.worse
+    sent = next(s for s in verdict(replace(PLAN, wire_bytes=total(2**24, 2**24 + 2**15 * 3))) if s.topic == "Sent")
+    assert sent.text == "per device and step 16.0 MiB -> 16.1 MiB (101%)"
+    sent = next(s for s in verdict(replace(PLAN, wire_bytes=total(2**23, 2**23 + 2**16 * 0.7))) if s.topic == "Sent")
+    assert sent.text == "per device and step 8.0 MiB -> 8.0 MiB (101%, 44.8 KiB more)"
     grid = next(iter(render(worse)))
     styles = [str(cell.style) for cell in grid.columns[1]._cells]
     assert styles[:2] == ["bold red", "bold red"] and "bold red" not in styles[2:]
@@ -80,7 +87,14 @@ def test_nothing_sharded_is_said():
 
 def test_one_replica_is_said():
     plan = shardstep.shard(adam_step, mesh_of(1)).plan(adam_state(), batch())
-    assert verdict(plan)[0].text == "one replica: there is nothing to share, so the step runs as it is"
+    first, peak = verdict(plan)
+    assert first.text == "one replica: there is nothing to share, so the step runs as it is"
+    assert "replicated" not in peak.text
+    assert {leaf.layout for leaf in plan.leaves} == {"replicated"} and plan.auxiliary_share == 0
+    text = str(plan)
+    assert "for one replica: there is nothing to share" in text
+    assert not re.search(r"split|sharded|gathered|XLA|1 replicas", text)
+    assert "on 1 replica<" in plan._repr_html_()
     assert "Nothing is sent." in [str(part).strip() for part in render(plan)]
 
 
@@ -118,6 +132,35 @@ def test_paths_are_shortened_and_stay_apart():
     assert list(short.values()) == ["enc.w", "dec.w", "opt_state.0.mu.enc.w", "step"]
     both = shortened(["a['w']"], ["b['w']"])
     assert set(both.values()) == {"a.w", "b.w"}  # one name for two leaves would lie
+
+
+def test_a_weight_without_a_name_is_called_by_its_place():
+    """State whose weights are one array, or a list: a bare number would say nothing."""
+
+    def step(state, x):
+        weights, momentum = state
+        loss, gradient = jax.value_and_grad(lambda tree: sum(jnp.mean((x @ w) ** 2) for w in jax.tree.leaves(tree)))(
+            weights
+        )
+        momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, gradient)
+        return (jax.tree.map(lambda w, m: w - m, weights, momentum), momentum), loss
+
+    w, x = jnp.ones((96, 64)), jnp.ones((24, 96))
+    one = shardstep.shard(step, mesh_of(8)).plan((w, w), x)
+    assert [(f.path, f.count) for f in families(one)] == [("state.0", 1)]
+    assert "gradient of state.0" in {cargo.what for cargo in cargoes(one)}
+    several = shardstep.shard(step, mesh_of(8)).plan(([w, w], [w, w]), x)
+    assert [(f.path, f.count) for f in families(several)] == [("state.0.*", 2)]
+
+
+def test_only_numbers_that_differ_become_stars():
+    assert common(["opt.0.mu.layers.0.w", "opt.0.mu.layers.7.w"]) == "opt.0.mu.layers.*.w"
+    assert common(["layer3.w"]) == "layer3.w" and common(["blocks[3]"]) == "blocks[3]"
+
+
+def test_what_travels_together_is_named_after_most_of_it():
+    together = {cargo.what for cargo in cargoes(PLAN)}
+    assert any(what.startswith("gradient of ") and what.endswith(" and 1 more") for what in together), together
 
 
 def test_sizes_go_on_after_gibibytes():

@@ -156,6 +156,50 @@ def test_the_order_of_the_step_is_told(browser, file, plan):
             assert start + length == pytest.approx(following, abs=1e-9)
 
 
+def test_loops_are_drawn_in_rounds_and_a_device_that_is_too_small_as_a_line(browser, tmp_path):
+    def step(weights, x):
+        def loss(w):
+            return jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0] ** 2)
+
+        return weights - 0.1 * jax.grad(loss)(weights)
+
+    sharded = shardstep.shard(step, weights="sharded")
+    scanned = sharded.plan(jax.ShapeDtypeStruct((6, 256, 256), jnp.float32), jnp.ones((4096, 256)))
+    room = round(scanned.state_bytes.replicated / 4)
+    dataclasses.replace(scanned, memory=room).to_html(tmp_path / "scanned.html")
+    with opened(browser, tmp_path / "scanned.html", 390) as page:
+        bars = page.evaluate(
+            "document.getElementById('timeline').data.filter(t => t.name === 'all-gather')"
+            ".flatMap(t => t.y.filter(lane => lane === 'sharded: wire'))"
+        )
+        assert len(bars) >= 12  # a layer is gathered in each iteration, forward and backward
+        line, box = (page.locator(f"#map-before{mark}").bounding_box() for mark in (" .limit", ""))
+        assert (line["y"] - box["y"]) / box["height"] == pytest.approx(0.25, abs=0.02)
+        assert page.locator("#map-after .limit").count() == 0 and not page.troubles
+        assert "→" in page.inner_text("#verdict") and "->" not in page.inner_text("#verdict")
+
+
+def test_the_timeline_is_zoomed_by_dragging(browser, file):
+    with opened(browser, file) as page:
+
+        def shown():
+            return page.evaluate("document.getElementById('timeline')._fullLayout.xaxis.range")
+
+        before = shown()
+        page.locator("#timeline").scroll_into_view_if_needed()
+        box = page.locator("#timeline .nsewdrag").bounding_box()
+        page.mouse.move(box["x"] + 0.2 * box["width"], box["y"] + 20)
+        page.mouse.down()
+        page.mouse.move(box["x"] + 0.4 * box["width"], box["y"] + 20, steps=5)
+        page.mouse.up()
+        page.wait_for_timeout(300)
+        after = shown()
+        assert after[1] - after[0] == pytest.approx(0.2 * (before[1] - before[0]), rel=0.1)
+        page.mouse.dblclick(box["x"] + 0.5 * box["width"], box["y"] + 20)
+        page.wait_for_timeout(300)
+        assert shown() == pytest.approx(before) and not page.troubles
+
+
 def test_owners_of_matrices_are_listed(browser, plan, tmp_path):
     matrices = Owned((64, 64), "float32", 12, (1, 2), 1e9, 2e8, "train.py:12 (step)", "1.0 s instead of 3.0")
     dataclasses.replace(plan, owned=(matrices,)).to_html(tmp_path / "owned.html")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from .errors import ShardstepError
 ENGINES = ("auto", "rewrite", "annotate")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Options:
     """Settings of `shardstep.shard`.
 
@@ -83,6 +83,11 @@ class Options:
             raise ShardstepError(
                 f"Options({asked}, engine='annotate'): XLA's collectives do not do that. Leave engine='rewrite'."
             )
+
+    def __repr__(self) -> str:
+        """What differs from the defaults."""
+        chosen = (f for f in fields(self) if getattr(self, f.name) != f.default)
+        return f"Options({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in chosen)})"
 
 
 def beyond_xla(options: Options) -> str:

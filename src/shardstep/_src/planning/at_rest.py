@@ -43,12 +43,9 @@ def choose_weights(weights: str, options: Options, platform: str) -> tuple[str, 
 # CPU: benchmarks/suite.py, 4 weights of 1024x1024 on 8 devices: 29 ms sharded, 32 replicated. But simulated devices are
 # there to try things out, and whole weights are what evaluation code expects to find.
 _AUTO = {
-    "cpu": ("replicated", "on CPU: evaluation code finds whole weights on every replica"),
-    "gpu": (
-        "sharded",
-        "on GPU: less memory, for bf16 models fewer bytes sent, and measured about as fast or faster",
-    ),
-    "tpu": ("sharded", "on TPU: the compiler expects fewer cycles and less memory than for replicated weights"),
+    "cpu": ("replicated", "on CPU evaluation code expects whole weights"),
+    "gpu": ("sharded", "on GPU less memory, and measured as fast or faster"),
+    "tpu": ("sharded", "on TPU less memory, and fewer estimated cycles"),
 }
 
 

@@ -20,7 +20,7 @@ from ..machine.links import Chip, Ring, sent_time
 from ..machine.topology import Topology
 from .buffers import Buffer, Buffers, Kind
 from .flops import flops, multiplies
-from .timeline import Clock
+from .timeline import Clock, of_update
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def update_time(schedule: Schedule, topology: Topology) -> float:
 
 
 def update_bytes(schedule: Schedule) -> float:
-    """Bytes read and written per replica in equations that do not run over the examples.
+    """Bytes read and written per replica in the equations of the update.
 
     Compilers fuse an update: what enters it from outside is read once, what leaves it is written once.
     """
@@ -83,7 +83,7 @@ def update_bytes(schedule: Schedule) -> float:
     read: set[tuple[Var, Layout]] = set()
     inside = 0.0
     for step in schedule.steps:
-        if step.ruling.over_examples:
+        if not of_update(step):
             continue
         inside += sum(update_bytes(body) for body in step.bodies)
         for atom, layout in zip(step.equation.inputs, step.operands, strict=True):

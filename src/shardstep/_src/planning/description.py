@@ -23,7 +23,7 @@ from .costs import axis_times, clock, update_time, wire_time
 from .decision import Decided
 from .estimate import estimate
 from .plan import Leaf, Plan, Total
-from .timeline import moments, segments, update_lines
+from .timeline import moments, of_update, segments, update_lines
 
 
 def describe(captured: Captured, decided: Decided, replicas: Replicas) -> Plan:
@@ -31,6 +31,8 @@ def describe(captured: Captured, decided: Decided, replicas: Replicas) -> Plan:
     axes, inputs, topology = replicas.axes, captured.program.inputs, replicas.topology
     leaves = tuple(map(_leaf, captured.paths, inputs, decided.roles, decided.inputs, repeat(axes), decided.reasons))
     leaves = tuple(map(_keeping, leaves, captured.kept, repeat(replicas.mesh)))
+    if replicas.count == 1:
+        leaves = tuple(map(_alone, leaves))
     state = [leaves[i] for i in captured.state]
     baseline, ours = decided.baseline, decided.schedule
     rewritten = decided.engine.engine == "rewrite"
@@ -120,6 +122,11 @@ def _keeping(leaf: Leaf, kept: Kept, mesh: Mesh) -> Leaf:
     )
 
 
+def _alone(leaf: Leaf) -> Leaf:
+    """The same leaf where there is one replica: a split into one block is none."""
+    return replace(leaf, layout="replicated", reason="one replica holds everything")
+
+
 def _merged(fallbacks: Sequence[Fallback]) -> tuple[Fallback, ...]:
     """One entry for each line and reason."""
     moved: dict[tuple[str, str, str], float] = {}
@@ -129,5 +136,9 @@ def _merged(fallbacks: Sequence[Fallback]) -> tuple[Fallback, ...]:
 
 
 def _update_work(decided: Schedule) -> float:
-    """Elements computed per replica in equations that do not run over the examples."""
-    return float(sum(step.ruling.elements_made for step in decided.steps if not step.ruling.over_examples))
+    """Elements computed per replica in the equations of the update."""
+    work = 0.0
+    for step in filter(of_update, decided.steps):
+        work += sum(times * _update_work(body) for body, times in zip(step.bodies, step.times, strict=True))
+        work += 0 if step.bodies else step.ruling.elements_made
+    return work

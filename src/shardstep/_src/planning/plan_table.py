@@ -71,33 +71,14 @@ def _gathered(plan: Plan) -> list[str]:
 
 def table(plan: Plan) -> str:
     """The plan as text: the headline, every leaf, what is communicated, what could not be sharded."""
-    lines = [
-        f"shardstep plan for {plan.replicas} replicas, weights {plan.weights} ({plan.why_weights})",
-        *(f"  DOES NOT FIT      {line}" for line in [too_large(plan)] if line),
-        *(f"  SENDS MORE        {line}" for line in [more_wire(plan)] if line),
-        *(f"  LOSES PRECISION   {line}" for line in [plan.lossy] if line),
-        f"  machine           {plan.topology}",
-        f"  state shared by   {plan.group} replicas ({plan.why_group})",
-        f"  state per replica {size(plan.state_bytes.replicated)} -> {size(plan.state_bytes.sharded)}"
-        f"   ({plan.auxiliary_share:.1%} of the optimizer's bytes are sharded)",
-        f"  wire per replica  {size(plan.wire_bytes.replicated)} -> {size(plan.wire_bytes.sharded)}",
-        f"  predicted         wire {_change(plan.wire_seconds)}, update {_change(plan.update_seconds)}",
-        f"  predicted peak    {size(plan.peak_bytes.replicated)} -> {size(plan.peak_bytes.sharded)}{_limit(plan)}",
-        f"  predicted step    {_change(plan.step_seconds)} (wire, products and passes over memory, without overlap)",
-        *_busy(plan),
-        f"  update work       {plan.update_flops.replicated:.3g} -> {plan.update_flops.sharded:.3g} elements",
-        f"  engine            {plan.engine} ({plan.why_engine})",
-        *(f"  note              {note}" for note in plan.notes),
-        *_gathered(plan),
-        "",
-    ]
     rows = [("leaf", "shape", "role", "layout", "bytes", "why")]
     for leaf in plan.leaves:
         shape = array(leaf.dtype, leaf.shape)
         change = f"{size(leaf.bytes_before)} -> {size(leaf.bytes_after)}"
         rows.append((leaf.path, shape, leaf.role, leaf.layout, change, leaf.reason))
-    lines += _table(rows)
-    lines += ["", "collectives"]
+    if plan.replicas == 1:
+        return "\n".join([*_alone(plan), "", *_table(rows)])
+    lines = [*_headline(plan), "", *_table(rows), "", "collectives"]
     grouped = Counter((c.kind, c.dtype, c.loop) for c in plan.collectives)
     moved = Counter[tuple[str, str, str]]()
     for c in plan.collectives:
@@ -115,6 +96,40 @@ def table(plan: Plan) -> str:
         lines += ["", "not sharded"]
         lines += [f"  {f.primitive} at {f.line}: {f.why} ({size(f.bytes)} gathered)" for f in plan.fallbacks]
     return "\n".join(lines)
+
+
+def _alone(plan: Plan) -> list[str]:
+    """The headline where there is one replica."""
+    return [
+        "shardstep plan for one replica: there is nothing to share, so the step runs as it is",
+        *(f"  DOES NOT FIT      {line}" for line in [too_large(plan)] if line),
+        f"  machine           {plan.topology}",
+        f"  state             {size(plan.state_bytes.sharded)}",
+        f"  predicted peak    {size(plan.peak_bytes.sharded)}{_limit(plan)}",
+        *(f"  note              {note}" for note in plan.notes),
+    ]
+
+
+def _headline(plan: Plan) -> list[str]:
+    return [
+        f"shardstep plan for {plan.replicas} replicas, weights {plan.weights} ({plan.why_weights})",
+        *(f"  DOES NOT FIT      {line}" for line in [too_large(plan)] if line),
+        *(f"  SENDS MORE        {line}" for line in [more_wire(plan)] if line),
+        *(f"  LOSES PRECISION   {line}" for line in [plan.lossy] if line),
+        f"  machine           {plan.topology}",
+        f"  state shared by   {plan.group} replicas ({plan.why_group})",
+        f"  state per replica {size(plan.state_bytes.replicated)} -> {size(plan.state_bytes.sharded)}"
+        f"   ({plan.auxiliary_share:.1%} of the optimizer's bytes are sharded)",
+        f"  wire per replica  {size(plan.wire_bytes.replicated)} -> {size(plan.wire_bytes.sharded)}",
+        f"  predicted         wire {_change(plan.wire_seconds)}, update {_change(plan.update_seconds)}",
+        f"  predicted peak    {size(plan.peak_bytes.replicated)} -> {size(plan.peak_bytes.sharded)}{_limit(plan)}",
+        f"  predicted step    {_change(plan.step_seconds)} (wire, products and passes over memory, without overlap)",
+        *_busy(plan),
+        f"  update work       {plan.update_flops.replicated:.3g} -> {plan.update_flops.sharded:.3g} elements",
+        f"  engine            {plan.engine} ({plan.why_engine})",
+        *(f"  note              {note}" for note in plan.notes),
+        *_gathered(plan),
+    ]
 
 
 def _owner(o: Owned) -> str:

@@ -2,12 +2,14 @@
 
     forward -> backward -> reduce-scatter -> update -> all-gather
 
-An equation belongs to the *update* if it runs over no examples and nothing that does depends on it. What is left is
-the forward or the backward pass; JAX's own name stack tells which.
+An equation belongs to the *update* if it runs over no examples, nothing that does depends on it, and it is no part of
+what is differentiated (examples that visit weights are everywhere: the layout does not tell them then). What is left
+is the forward or the backward pass; JAX's own name stack tells which.
 """
 
 from __future__ import annotations
 
+import bisect
 import linecache
 import re
 from collections import Counter
@@ -34,6 +36,7 @@ class Segment:
     loop: str = ""  # the loop or branch it is inside of
     times: int = 1  # how often a step does it
     seconds: float = 0.0  # predicted, in all
+    visit: int = 0  # of the loop: a scan and the scan of its backward pass stand on one line
 
 
 class Clock(NamedTuple):
@@ -71,17 +74,18 @@ class Moment(NamedTuple):
     sent: Sequence[Collective]
     loop: str = ""
     times: int = 1
+    visit: int = 0
 
 
-def moments(schedule: Schedule, loop: str = "", times: int = 1) -> Iterator[Moment]:
+def moments(schedule: Schedule, loop: str = "", times: int = 1, visit: int = 0) -> Iterator[Moment]:
     """The schedule in program order, those of loops and branches in their place."""
     phases = phases_of(schedule)
-    for step, phase, sent in zip(schedule.steps, phases, schedule.sent, strict=False):
-        yield Moment(step, phase, sent, loop, times)
+    for number, (step, phase, sent) in enumerate(zip(schedule.steps, phases, schedule.sent, strict=False), 1):
+        yield Moment(step, phase, sent, loop, times, visit)
         for body, often in zip(step.bodies, step.times, strict=True):
             inside = f"{step.equation.primitive} at {step.equation.line}"
-            yield from moments(body, loop or inside, times * often)
-    yield Moment(None, OUTPUT, schedule.sent[-1], loop, times)
+            yield from moments(body, loop or inside, times * often, visit or number)
+    yield Moment(None, OUTPUT, schedule.sent[-1], loop, times, visit)
 
 
 def phases_of(schedule: Schedule) -> list[str]:
@@ -90,12 +94,18 @@ def phases_of(schedule: Schedule) -> list[str]:
     leading: set[Atom] = set()  # values that work on the examples depends on
     for step, (on_examples, on_terms) in reversed(list(zip(schedule.steps, _shares(schedule), strict=True))):
         equation = step.equation
-        if on_examples or on_terms or any(v in leading for v in equation.outputs):
+        differentiated = compat.is_differentiated(equation.sources)
+        if on_examples or on_terms or differentiated or any(v in leading for v in equation.outputs):
             leading.update(a for a in equation.inputs if isinstance(a, Var))
             found.append(BACKWARD if on_terms or compat.is_backward(equation.sources) else FORWARD)
         else:
             found.append(UPDATE)
     return found[::-1]
+
+
+def of_update(step: Step) -> bool:
+    """Does it belong to the update, as far as can be told from itself? Loops are asked for what is inside."""
+    return not step.ruling.over_examples and (bool(step.bodies) or not compat.is_differentiated(step.equation.sources))
 
 
 def _shares(schedule: Schedule) -> Iterator[tuple[bool, bool]]:
@@ -117,16 +127,25 @@ def _partial(layout: Layout) -> bool:
 # -- the picture --------------------------------------------------------------------------------------------------
 
 
+_GRAIN = 0.004  # of the step: what is shorter is drawn together with what follows it
+
+
 def segments(told: Iterable[Moment], clock: Clock) -> tuple[Segment, ...]:
-    """The step as few stretches: while a phase lasts, each kind of collective in it is counted once."""
+    """The step as stretches in program order: messages, then the work that they were sent for.
+
+    What alternates more finely than `_GRAIN` is summed.
+    """
+    listed = list(told)
+    total = sum(_seconds(moment, clock) for moment in listed)
     found: list[dict[str, list[float]]] = []
-    where: list[tuple[str, int]] = []
-    stretch: tuple[str, str] | None = None
-    for moment in told:
-        if (moment.phase, moment.loop) != stretch:
-            stretch = (moment.phase, moment.loop)
+    where: list[Moment] = []
+    stretch: tuple[str, int] | None = None
+    for moment in listed:
+        full = bool(moment.sent) and bool(found) and sum(s for _, _, s in found[-1].values()) > _GRAIN * total
+        if (moment.phase, moment.visit) != stretch or full:
+            stretch = (moment.phase, moment.visit)
             found.append({})
-            where.append((moment.loop, moment.times))
+            where.append(moment)
         for c in moment.sent:
             _count(found[-1], c.kind, c.bytes * moment.times, clock.sending(c) * moment.times)
         if moment.step is not None and not moment.step.bodies:
@@ -134,11 +153,16 @@ def segments(told: Iterable[Moment], clock: Clock) -> tuple[Segment, ...]:
             _count(found[-1], moment.phase, made, clock.working(moment.step) * moment.times)
     return clock.settled(
         _joined(
-            Segment(what, int(count), nbytes, *place, seconds)
-            for kinds, place in zip(found, where, strict=True)
-            for what, (count, nbytes, seconds) in kinds.items()
+            Segment(what, int(count), nbytes, first.loop, first.times, seconds, first.visit)
+            for kinds, first in zip(found, where, strict=True)
+            for what, (count, nbytes, seconds) in sorted(kinds.items(), key=lambda kind: kind[0] in PHASES)
         )
     )
+
+
+def _seconds(moment: Moment, clock: Clock) -> float:
+    working = clock.working(moment.step) if moment.step is not None and not moment.step.bodies else 0.0
+    return moment.times * (working + sum(map(clock.sending, moment.sent)))
 
 
 def _count(stretch: dict[str, list[float]], what: str, nbytes: float, seconds: float) -> None:
@@ -148,23 +172,40 @@ def _count(stretch: dict[str, list[float]], what: str, nbytes: float, seconds: f
     sums[2] += seconds
 
 
-_TRIFLE = 0.005  # of all that is computed: a counter is no phase
+_TRIFLE = 0.002  # of the step: a counter is no phase
 
 
 def _joined(segments: Iterable[Segment]) -> tuple[Segment, ...]:
-    """Neighbours of one kind as one; trifling stretches of work are left out, but for the largest of a phase."""
-    listed = list(segments)
-    largest = {s.what: s for s in sorted(listed, key=lambda s: s.bytes)}
-    total = sum(s.bytes for s in listed if s.what in PHASES)
-    kept: list[Segment] = []
-    for s in listed:
-        if kept and (kept[-1].what, kept[-1].loop) == (s.what, s.loop):
-            last = kept[-1]
-            nbytes, seconds = last.bytes + s.bytes, last.seconds + s.seconds
-            kept[-1] = replace(last, count=last.count + s.count, bytes=nbytes, seconds=seconds)
-        elif s.what not in PHASES or s.bytes >= _TRIFLE * total or s is largest[s.what]:
-            kept.append(s)
-    return tuple(kept)
+    """Neighbours of one kind as one; trifling stretches of work are counted with a longer one of their phase."""
+    listed = _neighbours(segments)
+    largest = {s.what: i for i, s in sorted(enumerate(listed), key=lambda found: found[1].seconds)}
+    least = _TRIFLE * sum(s.seconds for s in listed)
+    kept = {i: s for i, s in enumerate(listed) if s.what not in PHASES or s.seconds >= least or largest[s.what] == i}
+    homes: dict[object, list[int]] = {}
+    for i, s in kept.items():
+        homes.setdefault((s.what, s.visit), []).append(i)
+    for i, s in enumerate(listed):
+        if i not in kept:
+            near = homes.get((s.what, s.visit), [largest[s.what]])
+            home = near[min(bisect.bisect(near, i), len(near) - 1)]
+            kept[home] = _sum(kept[home], s)
+    return tuple(_neighbours(kept.values()))
+
+
+def _neighbours(segments: Iterable[Segment]) -> list[Segment]:
+    found: list[Segment] = []
+    for s in segments:
+        if found and (found[-1].what, found[-1].visit) == (s.what, s.visit):
+            found[-1] = _sum(found[-1], s)
+        else:
+            found.append(s)
+    return found
+
+
+def _sum(one: Segment, other: Segment) -> Segment:
+    return replace(
+        one, count=one.count + other.count, bytes=one.bytes + other.bytes, seconds=one.seconds + other.seconds
+    )
 
 
 # -- the update, equation by equation -----------------------------------------------------------------------------

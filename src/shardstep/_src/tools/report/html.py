@@ -58,7 +58,7 @@ def _data(plan: Plan, notes: Sequence[str]) -> dict[str, Any]:
     return {
         "verdict": [asdict(sentence) for sentence in verdict(plan)],
         "notes": [*plan.notes, *notes],
-        "left": f"{LEFT_TO_XLA}." if plan.engine == "annotate" else "",
+        "left": _left(plan),
         "limit": plan.memory,
         "memory": _memory(plan),
         "peak": [
@@ -89,6 +89,13 @@ def _data(plan: Plan, notes: Sequence[str]) -> dict[str, Any]:
             for (source, code), lines in _by_source(plan.update).items()
         ],
     }
+
+
+def _left(plan: Plan) -> str:
+    """What stands where there are no collectives of ours to show."""
+    if plan.replicas == 1:
+        return "Nothing is sent: there is one replica."
+    return f"{LEFT_TO_XLA}." if plan.engine == "annotate" else ""
 
 
 def _by_source(lines: Sequence[Line]) -> dict[tuple[str, str], list[Line]]:
@@ -154,6 +161,8 @@ def _segment(s: Segment) -> dict[str, Any]:
         "bytes": s.bytes,
         "seconds": s.seconds,
         "loop": f"{s.loop}, {s.times} times" if s.loop else "",
+        "times": s.times,
+        "visit": s.visit,
         "collective": s.what not in PHASES,
     }
 
@@ -197,7 +206,7 @@ def fragment(plan: Plan) -> str:
         [(f.primitive, short_line(f.line), f.why, size(f.bytes)) for f in plan.fallbacks],
     )
     return (
-        f"<b>shardstep on {plan.replicas} replicas</b><table>{figures}</table>"
+        f"<b>shardstep on {plan.replicas} {'replica' if plan.replicas == 1 else 'replicas'}</b><table>{figures}</table>"
         f"<details><summary>{len(plan.leaves)} leaves</summary>{leaves}</details>"
         f"<details><summary>{len(plan.collectives)} collectives</summary>{sent}</details>"
         f"<details><summary>{len(plan.fallbacks)} equations not sharded</summary>{missed}</details>"

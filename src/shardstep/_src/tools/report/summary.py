@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from ...planning.formatting import array
-from ...planning.paths import dotted, shortened
+from ...planning.paths import common, dotted, shortened, starred, within
 
 if TYPE_CHECKING:
     from ...core.schedule import Collective, Fallback
@@ -50,11 +50,8 @@ def groups(leaves: Sequence[Leaf], short: Mapping[str, str] | None = None) -> li
     for leaf in leaves:
         key = starred((short or {}).get(leaf.path, leaf.path))
         found.setdefault((key, leaf.shape, leaf.dtype, leaf.role, leaf.layout, leaf.reason), []).append(leaf)
-    named = [(short or {}).get(members[0].path, members[0].path) for members in found.values()]
-    return [
-        Group(name if len(members) == 1 else starred(name), tuple(members))
-        for name, members in zip(named, found.values(), strict=True)
-    ]
+    named = [[(short or {}).get(leaf.path, leaf.path) for leaf in members] for members in found.values()]
+    return [Group(common(name), tuple(members)) for name, members in zip(named, found.values(), strict=True)]
 
 
 @dataclass(frozen=True)
@@ -72,30 +69,36 @@ class Family:
 def families(plan: Plan) -> list[Family]:
     """The state by module, the largest first."""
     short = names(plan)
-    owners = {tuple(short[x.path].split(".")): x.path for x in plan.leaves if x.role in ("weight", "frozen")}
-    found: dict[object, list[Leaf]] = {}
+    weights = {leaf.path: leaf for leaf in plan.leaves if leaf.role in ("weight", "frozen")}
+    places = {place: weights[path] for path, place in within(list(weights)).items()}
+    found: dict[object, list[tuple[Leaf, str]]] = {}
     for leaf in plan.leaves:
         if leaf.role not in ("batch", "input"):
-            owner = _owner(leaf, owners, short)
-            found.setdefault((starred(short[owner]), leaf.shape), []).append(leaf)
-    made = [_family(members, owners, short) for members in found.values()]
+            owner = short[_owner(leaf, places)]
+            found.setdefault((starred(owner), leaf.shape), []).append((leaf, owner))
+    made = [_family([leaf for leaf, _ in members], [owner for _, owner in members]) for members in found.values()]
     return sorted(made, key=lambda family: -family.before)
 
 
-def _owner(leaf: Leaf, owners: Mapping[tuple[str, ...], str], short: Mapping[str, str]) -> str:
-    """The weight whose name a leaf's path ends with."""
+def _owner(leaf: Leaf, places: Mapping[tuple[str, ...], Leaf]) -> str:
+    """The weight that a leaf belongs to: its path ends as the leaf's does, or there is no other."""
     if leaf.role in ("weight", "frozen"):
         return leaf.path
     parts = tuple(dotted(leaf.path).split("."))
-    return next((owners[parts[i:]] for i in range(len(parts)) if parts[i:] in owners), leaf.path)
+    for i in range(len(parts)):
+        owner = places.get(parts[i:])
+        if owner and (owner.shape == leaf.shape or not "".join(parts[i:]).isdigit()):
+            return owner.path
+    only = next(iter(places.values())) if len(places) == 1 else None
+    return only.path if only and only.shape == leaf.shape else leaf.path
 
 
-def _family(members: Sequence[Leaf], owners: Mapping[tuple[str, ...], str], short: Mapping[str, str]) -> Family:
+def _family(members: Sequence[Leaf], owners: Sequence[str]) -> Family:
     weights = [leaf for leaf in members if leaf.role in ("weight", "frozen")]
     optimizer = [leaf for leaf in members if leaf.role not in ("weight", "frozen")]
-    paths = list(dict.fromkeys(short[_owner(leaf, owners, short)] for leaf in members))
+    paths = list(dict.fromkeys(owners))
     return Family(
-        paths[0] if len(paths) == 1 else starred(paths[0]),
+        common(paths),
         len(paths),
         short_array(members[0]),
         " + ".join(dict.fromkeys(filter(None, (_layouts(weights), _layouts(optimizer))))),
@@ -111,9 +114,9 @@ def _layouts(leaves: Sequence[Leaf]) -> str:
 
 def short_layout(layout: str) -> str:
     """`split(1,2)` for a value that is split along one dimension by one mesh axis and along another by the next."""
-    whole = set(layout.split(" x ")) == {"replicated"}
-    if whole:
+    if set(layout.split(" x ")) == {"replicated"}:
         return "replicated"
+    layout = re.sub(r"split\((\d+), padded to \d+\)", r"split(\1) padded", layout)
     parts = re.findall(r"split\((\d+)\)", layout)
     plain = " x ".join(f"split({part})" for part in parts)
     return f"split({','.join(parts)})" if len(parts) > 1 and plain == layout else layout
@@ -125,11 +128,6 @@ def short_array(leaf: Leaf) -> str:
 
 
 _DTYPES = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
-
-
-def starred(path: str) -> str:
-    """The path with a star for each number that stands alone: the same leaf of every layer."""
-    return re.sub(r"(?<![A-Za-z0-9])\d+(?![A-Za-z0-9])", "*", path)
 
 
 @dataclass(frozen=True)
@@ -172,16 +170,15 @@ def cargoes(plan: Plan) -> list[Cargo]:
 
 def _cargo(members: Sequence[Collective], short: Mapping[str, str]) -> Cargo:
     first = members[0]
-    things = list(dict.fromkeys(thing for c in members for thing in c.carries))
-    patterns = list(dict.fromkeys((kind, starred(short.get(path, path))) for kind, path in things))
-    kind, path = patterns[0] if patterns else ("", "")
-    if len(things) == 1:
-        path = short.get(things[0][1], things[0][1])
-    what = f"{kind} {path}".strip() or f"value for {first.purpose}"
-    if len(patterns) > 1:
-        what += f" and {len(things) - 1} more"
-    elif len(things) > 1:
-        what += f" x {len(things)}"
+    alike: dict[tuple[str, str], list[str]] = {}
+    for kind, path in dict.fromkeys(thing for c in members for thing in c.carries):
+        name = short.get(path, path)
+        alike.setdefault((kind, starred(name)), []).append(name)
+    (kind, _), paths = max(alike.items(), key=lambda found: len(found[1]), default=(("", ""), [""]))
+    others = sum(map(len, alike.values())) - len(paths) if alike else 0
+    what = f"{kind} {common(paths)}".strip() or f"value for {first.purpose}"
+    what += f" x {len(paths)}" if len(paths) > 1 else ""
+    what += f" and {others} more" if others else ""
     dtype = re.sub(r"^(?:b?float|u?int|complex)", lambda m: _DTYPES[m[0]], first.dtype)
     how = f"{first.kind} {dtype}" + (f" x {first.times}" if first.times > 1 else "")
     return Cargo(what, how, sum(c.total for c in members), len(members), first.line)

@@ -6,6 +6,7 @@ In a pipe it is plain text without colours. Everything fits 80 columns.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -66,7 +67,7 @@ def headline(plan: Plan) -> Table:
     table.title, table.title_justify, table.title_style = f"{title}: {plan.topology}", "left", "bold"
     for sentence in verdict(plan):
         style = "bold red" if sentence.worse else "bold" if sentence.topic == "Verdict" else ""
-        table.add_row(Text(sentence.topic, style=style or "bold"), Text(sentence.text, style=style))
+        table.add_row(Text(sentence.topic, style=style or "bold"), Text(sentence.line, style=style))
     return table
 
 
@@ -116,20 +117,27 @@ def collective_table(plan: Plan, every: bool) -> Iterator[RenderableType]:
     if not plan.collectives:
         yield Text("\nNothing is sent.")
         return
-    yield _title("Sent per device and step")
+    found: Sequence[Cargo] = cargoes(plan)
+    shown = found if every else sorted(found, key=lambda cargo: -cargo.bytes)[:ROWS]
+    lines = [short_line(cargo.line) if every else short_line(cargo.line).split(" ")[0] for cargo in shown]
+    home = "" if every else _home(lines)
+    yield _title(f"Sent per device and step{f' (lines of {home})' if home else ''}")
     table = _table("what", "how")
     table.add_column("bytes", justify="right", header_style="dim", no_wrap=True)
-    table.add_column("line", overflow="fold", header_style="dim")
-    found: Sequence[Cargo] = cargoes(plan)
-    if not every:
-        found = sorted(found, key=lambda cargo: -cargo.bytes)
-    for cargo in found if every else found[:ROWS]:
-        line = short_line(cargo.line) if every else short_line(cargo.line).split(" ")[0]
-        table.add_row(*map(Text, (cargo.what, cargo.how, size(cargo.bytes), line)))
+    table.add_column("line", justify="left" if every else "right", overflow="fold", header_style="dim")
+    for cargo, line in zip(shown, lines, strict=True):
+        place = line.removeprefix(f"{home}:") if home else line
+        table.add_row(*map(Text, (cargo.what, cargo.how, size(cargo.bytes), place)))
     if not every and len(found) > ROWS:
-        rest = found[ROWS:]
+        rest = [cargo for cargo in found if cargo not in shown]
         table.add_row(f"{sum(c.count for c in rest)} others (--all)", "", size(sum(c.bytes for c in rest)), "")
     yield table
+
+
+def _home(lines: Sequence[str]) -> str:
+    """The file that most lines are in, which need not be named in each row."""
+    files = Counter(line.rpartition(":")[0] for line in lines if ":" in line)
+    return files.most_common(1)[0][0] if files else ""
 
 
 def owner_table(plan: Plan) -> Iterator[RenderableType]:
@@ -156,7 +164,7 @@ def _title(text: str) -> Text:
 
 
 def _table(*columns: str) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0))
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for column in columns:
         table.add_column(column, overflow="fold", header_style="dim")
     return table

@@ -29,6 +29,11 @@ class Sentence:
     text: str
     worse: bool = False  # than the replicated step, or than the device can hold
 
+    @property
+    def line(self) -> str:
+        """What fits on a terminal; `--all` and the page say the rest."""
+        return self.text if len(self.text) <= LENGTH else f"{self.text[: LENGTH - 3].rstrip(' ,:;(')}..."
+
 
 def verdict(plan: Plan) -> list[Sentence]:
     """At most nine sentences of one line each (an 8-bit wire is told at length), the worst first."""
@@ -44,12 +49,16 @@ def _headline(plan: Plan, found: list[Sentence]) -> Sentence:
     if worse and _only_sharded_fits(plan):
         return Sentence("Verdict", "fits, which the replicated step does not; what that costs comes first")
     if worse:
-        return Sentence("Verdict", f"worse than the replicated step: {' and '.join(worse)}", True)
+        but = f"; but {_saved(plan)}" if plan.state_bytes.ratio < 1 - _SAME else ""
+        return Sentence("Verdict", f"worse than the replicated step: {' and '.join(worse)}{but}", True)
     if not any(_split(leaf) for leaf in plan.leaves if leaf.role in STATE):
         return Sentence("Verdict", "nothing is sharded: the step runs as replicated data parallelism")
-    saved = plan.state_bytes.replicated / max(plan.state_bytes.sharded, 1)
     sent = "the same communication" if _same(plan.wire_bytes) else "less communication"
-    return Sentence("Verdict", f"{saved:.1f}x less state per device with {sent}")
+    return Sentence("Verdict", f"{_saved(plan)} per device with {sent}")
+
+
+def _saved(plan: Plan) -> str:
+    return f"{plan.state_bytes.replicated / max(plan.state_bytes.sharded, 1):.1f}x less state"
 
 
 def _only_sharded_fits(plan: Plan) -> bool:
@@ -59,14 +68,14 @@ def _only_sharded_fits(plan: Plan) -> bool:
 def _fit(plan: Plan) -> Iterator[Sentence]:
     """Does the step fit?"""
     peak, memory = plan.peak_bytes, plan.memory
-    before = size(peak.replicated)
+    before = f"; replicated {size(peak.replicated)}" if plan.replicas > 1 else ""
     if memory is None:
-        yield Sentence("Memory", f"predicted peak {size(peak.sharded)} per device, replicated {before}")
+        yield Sentence("Memory", f"predicted peak {size(peak.sharded)} per device{before}")
     elif plan.fits:
         before += "" if peak.replicated <= memory else " (does not fit)"
-        yield Sentence("Fits", f"predicted peak {size(peak.sharded)} of {size(memory)}; replicated {before}")
+        yield Sentence("Fits", f"predicted peak {size(peak.sharded)} of {size(memory)}{before}")
     else:
-        text = f"predicted peak {size(peak.sharded)}, and a device has {size(memory)}; replicated {before}"
+        text = f"predicted peak {size(peak.sharded)}, and a device has {size(memory)}{before}"
         yield Sentence("Too large", text, True)
 
 
@@ -95,9 +104,9 @@ def _share(part: float, whole: float) -> str:
 
 
 def _weights(plan: Plan) -> Iterator[Sentence]:
-    yield Sentence("Weights", cropped(f"{plan.weights} at rest: {plan.why_weights}"))
+    yield Sentence("Weights", f"{plan.weights} at rest ({plan.why_weights})")
     if left := left_to_xla(plan):
-        yield Sentence("Engine", cropped(left))
+        yield Sentence("Engine", left)
 
 
 def _whole(plan: Plan) -> Iterator[Sentence]:
@@ -110,7 +119,7 @@ def _whole(plan: Plan) -> Iterator[Sentence]:
     largest = max(whole, key=lambda leaf: leaf.bytes_after)
     leaves = "1 leaf" if len(whole) == 1 else f"{len(whole)} leaves"
     why = "all small" if nbytes <= _SMALL * total else largest.reason.split(":")[0]
-    yield Sentence("Whole", cropped(f"{leaves} of optimizer state, {size(nbytes)} in all ({why})"))
+    yield Sentence("Whole", f"{leaves} of optimizer state, {size(nbytes)} in all ({why})")
 
 
 def _fallbacks(plan: Plan) -> Iterator[Sentence]:
@@ -123,12 +132,7 @@ def _fallbacks(plan: Plan) -> Iterator[Sentence]:
     more = f" and {len(plan.fallbacks) - 1} more" if len(plan.fallbacks) > 1 else ""
     sent = size(sum(f.bytes for f in plan.fallbacks))
     line = short_line(first.line).split(" ")[0]
-    yield Sentence("Gathered", cropped(f"{sent} for {first.primitive} at {line}{more}, which runs on whole arrays"))
-
-
-def cropped(text: str) -> str:
-    """At most one line; `--all` and the page say the rest."""
-    return text if len(text) <= LENGTH else f"{text[: LENGTH - 3].rstrip(' ,:;')}..."
+    yield Sentence("Gathered", f"{sent} for {first.primitive} at {line}{more}, which runs on whole arrays")
 
 
 def _split(leaf: Leaf) -> bool:
@@ -136,8 +140,11 @@ def _split(leaf: Leaf) -> bool:
 
 
 def _change(total: Total) -> str:
+    before, after = size(total.replicated), size(total.sharded)
     share = f"{total.ratio:.0%}" if total.ratio >= 0.01 else f"{total.ratio:.1%}"
-    return f"{size(total.replicated)} -> {size(total.sharded)} ({share})"
+    if before == after and not _same(total):
+        share += f", {size(abs(total.sharded - total.replicated))} {'more' if _more(total) else 'less'}"
+    return f"{before} -> {after} ({share})"
 
 
 def _same(total: Total) -> bool:

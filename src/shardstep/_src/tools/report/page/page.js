@@ -27,7 +27,7 @@ function duration(seconds) {
 
 for (const { topic, text, worse } of data.verdict) {
   const row = element("p", undefined, worse ? "worse" : topic === "Verdict" ? "first" : undefined);
-  row.append(element("b", topic), element("span", text));
+  row.append(element("b", topic), element("span", text.replaceAll("->", "→")));
   $("verdict").append(row);
 }
 for (const note of data.notes) $("notes").append(element("div", note));
@@ -35,7 +35,7 @@ for (const note of data.notes) $("notes").append(element("div", note));
 // --- pictures --------------------------------------------------------------------------------------------------
 
 const COLOURS = {
-  weights: "#4c78a8", "optimizer state": "#f58518", "frozen weights": "#9d9da8", peak: "#8a93a3",
+  weights: "#4c78a8", "optimizer state": "#f58518", "frozen weights": "#9d9da8", peak: "#5f6b7d",
   forward: "#4c78a8", backward: "#72b7b2", update: "#f58518",
   "all-reduce": "#e45756", "reduce-scatter": "#b279a2", "all-gather": "#54a24b", "all-to-all": "#9d755d",
 };
@@ -74,15 +74,29 @@ function stacked(id, bars, height = 210) {
   return Plotly.react(id, traces, made, CONFIG);
 }
 
+// A loop goes round and round: its work and its messages alternate as often, or 24 times if that is fewer.
+const ROUNDS = 24;
+function unrolled(segments) {
+  const found = [];
+  for (let start = 0, stop; start < segments.length; start = stop) {
+    const visit = segments[start].visit;
+    for (stop = start + 1; stop < segments.length && visit && segments[stop].visit === visit; stop += 1);
+    const body = segments.slice(start, stop);
+    const rounds = body.length > 1 ? Math.min(...body.map((s) => s.times), ROUNDS) : 1;
+    for (let round = 0; round < rounds; round += 1) found.push(...body.map((s) => ({ ...s, length: s.seconds / rounds })));
+  }
+  return found;
+}
+
 // Lanes on one axis of seconds: what is computed, and what is sent, before and after.
 function timeline(id) {
   if (!data.after.length) return $(id).replaceChildren(element("p", data.left || "nothing to do", "hint"));
   const lanes = [["replicated", data.before], ["sharded", data.after]];
   const bars = lanes.flatMap(([name, segments]) => {
     let start = 0;
-    return segments.map((s) => {
+    return unrolled(segments).map((s) => {
       const bar = { ...s, start, lane: `${name}: ${s.collective ? "wire" : "compute"}` };
-      start += s.seconds;
+      start += s.length;
       return bar;
     });
   });
@@ -91,7 +105,7 @@ function timeline(id) {
     const mine = bars.filter((s) => s.what === kind);
     return {
       type: "bar", orientation: "h", name: kind, marker: { color: colour(kind) }, y: mine.map((s) => s.lane),
-      x: mine.map((s) => s.seconds), base: mine.map((s) => s.start),
+      x: mine.map((s) => s.length), base: mine.map((s) => s.start),
       customdata: mine.map((s) => [duration(s.seconds), s.count, s.collective ? `collectives, ${size(s.bytes)} sent` : "equations", s.loop ? `in ${s.loop}` : ""]),
       hovertemplate: `${kind}: %{customdata[0]}<br>%{customdata[1]} %{customdata[2]}<br>%{customdata[3]}<extra></extra>`,
     };
@@ -135,6 +149,7 @@ function treemap(id, key) {
   const height = Math.max(tallest * (total / most), 14);
   $(`${id}-name`).textContent = `${key}: ${size(total)}` + (data.limit ? ` (${(100 * total / data.limit).toFixed(total < data.limit / 100 ? 2 : 0)} % of the device)` : "");
   const items = data.families.map((f) => ({ ...f, area: f[key] })).sort((a, b) => b.area - a.area);
+  const line = data.limit ? tallest * (data.limit / most) : Infinity;
   box.style.height = `${height}px`;
   box.replaceChildren(...squarify(items, 0, 0, width, height).map((p) => {
     const made = element("button", p.width > 60 && p.height > 16 ? p.item.path : "");
@@ -147,6 +162,11 @@ function treemap(id, key) {
     made.addEventListener("click", () => { $("filter").value = p.item.path; $("filter").dispatchEvent(new Event("input")); $("filter").scrollIntoView({ block: "center" }); });
     return made;
   }));
+  if (line < height) {
+    const mark = element("div", `device: ${size(data.limit)}`, "limit");
+    mark.style.top = `${line}px`;
+    box.append(mark);
+  }
 }
 
 // State and predicted peak against what a device has.
@@ -184,16 +204,16 @@ setTheme(matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
 const COLUMNS = {
   leaves: [
     { name: "leaf", key: "path", cell: "path" }, { name: "array", key: "array", cell: "array" }, { name: "role", key: "role" },
-    { name: "at rest", key: "layout" }, { name: "before", key: "before", bytes: true }, { name: "after", key: "after", bytes: true },
+    { name: "at rest", key: "layout", cell: "short" }, { name: "before", key: "before", bytes: true }, { name: "after", key: "after", bytes: true },
     { name: "saved", key: "saved", bytes: true },
     { name: "why", key: "reason", cell: "reason" },
   ],
   collectives: [
-    { name: "what", key: "what", cell: "path" }, { name: "how", key: "how" }, { name: "collectives", key: "count", number: true },
+    { name: "what", key: "what", cell: "path" }, { name: "how", key: "how", cell: "short" }, { name: "collectives", key: "count", number: true },
     { name: "sent", key: "bytes", bytes: true }, { name: "line", key: "line", cell: "path" },
   ],
   owned: [
-    { name: "matrices", key: "matrices", cell: "array" }, { name: "owner", key: "owner" },
+    { name: "matrices", key: "matrices", cell: "array" }, { name: "owner", key: "owner", cell: "path" },
     { name: "flops per replica, before", key: "before", number: true }, { name: "after", key: "after", number: true },
     { name: "line", key: "line", cell: "path" }, { name: "why", key: "why", cell: "reason" },
   ],
