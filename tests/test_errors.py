@@ -349,8 +349,8 @@ def through_an_ordered_print(m):
 
 
 def through_a_shard_map(m):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    rows = jax.sharding.PartitionSpec("data")
+    mesh = jax.make_mesh((8,), ("other",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.PartitionSpec("other")
     return jax.shard_map(lambda x: 2.0 * x, mesh=mesh, in_specs=rows, out_specs=rows)(m)
 
 

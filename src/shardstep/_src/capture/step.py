@@ -18,6 +18,7 @@ from . import numbers
 from .arguments import Argument, Call, Constant, Signature, abstract
 from .batch import Batch, Examples, check_divisible, check_not_empty, find_examples, infer_batch, named_batch
 from .find_state import Matching, match_state
+from .inner_maps import without_maps
 from .jitted import Donate, Jitted, donated
 from .simplification import simplify
 from .tracing import Keep, Traced, trace, trace_guessing
@@ -102,7 +103,7 @@ def capture(spec: StepSpec, args: Sequence[Any], kwargs: dict[str, Any], varying
             traced = trace(step, call, axis_name, replicas, examples, keep=keep)
         else:
             traced = trace_guessing(step, call, arguments, axis_name, replicas, keep)
-        return _Reading(call, arguments, paths, examples, traced, keep)
+        return _Reading(call, arguments, paths, examples, traced, _program(traced, spec), keep)
 
     reading = numbers.settle(signature.take_apart(args, kwargs), read, varying)
     call, arguments, paths, traced = reading.call, reading.arguments, reading.paths, reading.traced
@@ -115,7 +116,7 @@ def capture(spec: StepSpec, args: Sequence[Any], kwargs: dict[str, Any], varying
         found = Examples(infer_batch(laid_out, arguments, state, spec.batch, spec.data_axes), "")
         check_divisible(call, paths, found.inputs, replicas)
         traced = trace(step, call, axis_name, replicas, found.inputs, keep=reading.keep)
-        program = _program(traced)
+        program = _program(traced, spec)
     else:
         found = Examples(examples, "as asked")
     state = {i: o for i, o in state.items() if i not in found.inputs}
@@ -148,19 +149,19 @@ class _Reading:
     paths: list[str]
     examples: dict[int, int] | None  # where the user named them
     traced: Traced
+    program: Program
     keep: Keep | None
-
-    @functools.cached_property
-    def program(self) -> Program:
-        return _program(self.traced)
 
     @functools.cached_property
     def matching(self) -> Matching:
         return match_state(self.call, self.arguments, self.paths, self.traced, self.program)
 
 
-def _program(traced: Traced) -> Program:
-    return passes.leave("simplification", simplify(passes.leave("capture", flatten(traced.jaxpr))))
+def _program(traced: Traced, spec: StepSpec) -> Program:
+    program = passes.leave("capture", flatten(traced.jaxpr))
+    if spec.axis_name is None:
+        program = without_maps(program, spec.data_axes)
+    return passes.leave("simplification", simplify(program))
 
 
 def uses_axis(program: Program, axis_name: str) -> bool:

@@ -172,6 +172,16 @@ def expanded(eqn: Any) -> Any:
     return jax.make_jaxpr(expand)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars))
 
 
+def manual_axes(params: Any) -> frozenset[str]:
+    """The mesh axes that a shard_map gives its body."""
+    return frozenset(params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"])
+
+
+def untyped_collective(name: str, params: Any) -> Any:
+    """The parameters of `psum_invariant` or `all_gather_invariant` as the untyped collective has them."""
+    return {**params, "axis_index_groups": None} if name.endswith("_invariant") else params
+
+
 def key_impl_name(dtype: Any) -> str:
     """`threefry2x32`, `rbg`, ...: the generator that a key array's dtype belongs to."""
     return dtype._impl.name

@@ -3,7 +3,7 @@
 debug.print, debug.callback   run on the first replica, on the gathered value
 io_callback                   the same; its results are partial: the first replica holds them, the others hold zeros
 pure_callback                 every replica calls it with the same whole values (it is pure: who calls does not matter)
-shard_map                     refused: see `REFUSED`
+shard_map                     over the data axes: written out (`capture/inner_maps.py`); others: see `REFUSED`
 
 In a per-replica step, a callback on a replica's own values is called by each replica, as under `pmap`.
 """
@@ -79,7 +79,8 @@ def calls_host(program: Program) -> bool:
 # What cannot be seen into, with the way out.
 REFUSED: dict[Any, str] = {
     compat.primitive("shard_map"): (
-        "the step contains a shard_map of its own. Shard the function inside it as a per-replica step:"
-        " shardstep.shard(f, mesh, axis_name=...)"
+        "the step contains a shard_map that cannot be rewritten: over axes that do not carry the batch, with a"
+        " collective that jax.vmap does not know, or with random keys that are not threefry's. A whole step that is"
+        " written for one replica is sharded as shardstep.shard(f, mesh, axis_name=...)"
     ),
 }
