@@ -361,7 +361,7 @@ def through_a_shard_map(m):
         (through_a_ref_in_a_loop, "Pass its value in and return the new one"),
         (through_an_ordered_io_callback, "Leave ordered=True out"),
         (through_an_ordered_print, "Leave ordered=True out"),
-        (through_a_shard_map, "as a per-replica step"),
+        (through_a_shard_map, "shardstep.shard(f, mesh, axis_name=...)"),
     ],
 )
 def test_what_cannot_be_rewritten_names_the_line_and_the_way_out(act, way_out):

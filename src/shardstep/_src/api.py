@@ -56,7 +56,7 @@ def shard(
     axis: str | Sequence[str] | None = None,
     batch_argnums: int | Sequence[int] | None = None,
     batch_argnames: str | Sequence[str] | None = None,
-    batch_axis: int | Sequence[int] = 0,
+    batch_axis: int | Sequence[int | None] = 0,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
     donate_argnums: int | Sequence[int] | None = None,
@@ -78,7 +78,8 @@ def shard(
         axis: the mesh axis or axes that carry the batch; all of them if None.
         batch_argnums: the arguments that hold the examples, where they cannot be found by themselves.
         batch_argnames: the same, by name.
-        batch_axis: the dimension that holds the examples, one for all or one per batch argument.
+        batch_axis: the dimension that holds the examples, one for all or one per batch argument. None, in a per-replica
+            step: one value for each replica, in a leading dimension that the step does not see, as under `pmap`.
         static_argnums: as for `jax.jit`.
         static_argnames: as for `jax.jit`.
         donate_argnums: the arguments whose state is donated. None: all of it, or what a jitted step says.
@@ -212,7 +213,7 @@ class ShardedStep(Generic[P, R]):
         The parts lie one after the other along the dimension that holds the examples, in the order of the mesh.
         Alone, a process gives all of it.
         """
-        axis = self._batch.axis if isinstance(self._batch.axis, int) else self._batch.axis[0]
+        axis = self._batch.first
         mesh, names = self.replicas.mesh, self.replicas.names
         return jax.tree_util.tree_map_with_path(
             lambda path, x: processes.join(x, f"batch{jax.tree_util.keystr(path)}", axis, mesh, names), part

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +26,16 @@ class Batch:
 
     argnums: tuple[int, ...] | None = None
     argnames: tuple[str, ...] | None = None
-    axis: int | tuple[int, ...] = 0
+    axis: int | tuple[int | None, ...] = 0  # None: no examples, but one value for each replica
+
+    @property
+    def axes(self) -> tuple[int | None, ...]:
+        return (self.axis,) if isinstance(self.axis, int) else self.axis
+
+    @property
+    def first(self) -> int:
+        """The dimension of arguments that are not named."""
+        return self.axes[0] or 0 if self.axes else 0
 
     @property
     def named(self) -> bool:
@@ -63,14 +73,27 @@ class Examples:
     axis: int | None = None  # the dimension that the user gave; None: any
     drawn: tuple[int, ...] = ()  # the rows of what the step makes itself that count as examples
     note: str = ""  # what the plan says of the choice
+    each: frozenset[int] = frozenset()  # of the inputs, those that hold one value for each replica
 
 
 def named_batch(call: Call, arguments: Sequence[Argument], batch: Batch) -> dict[int, int] | None:
     """Input -> the dimension that holds the examples, where the user said so; None where it has to be inferred."""
     if not batch.named or batch.nothing:
         return None
+    chosen, axes = _examples(arguments, batch)
+    return _dimensions(call, chosen, axes) if chosen else None
+
+
+def named_arguments(arguments: Sequence[Argument], batch: Batch) -> list[tuple[Argument, int | None]]:
+    """What the user named, and the dimension that holds the examples; None: one value for each replica."""
     chosen = _named(arguments, batch)
-    return _dimensions(call, chosen, _axes_for(chosen, batch))
+    return list(zip(chosen, _axes_for(chosen, batch), strict=True))
+
+
+def _examples(arguments: Sequence[Argument], batch: Batch) -> tuple[list[Argument], list[int]]:
+    """The named arguments that hold examples, and on which dimension."""
+    named = [(a, axis) for a, axis in named_arguments(arguments, batch) if axis is not None]
+    return [a for a, _ in named], [axis for _, axis in named]
 
 
 def _named(arguments: Sequence[Argument], batch: Batch) -> list[Argument]:
@@ -91,7 +114,7 @@ def _named(arguments: Sequence[Argument], batch: Batch) -> list[Argument]:
     return chosen
 
 
-def _axes_for(chosen: Sequence[Argument], batch: Batch) -> list[int]:
+def _axes_for(chosen: Sequence[Argument], batch: Batch) -> list[int | None]:
     if isinstance(batch.axis, int):
         return [batch.axis] * len(chosen)
     if len(batch.axis) != len(chosen):
@@ -149,8 +172,8 @@ def find_examples(
     if batch.nothing:
         return Examples({}, "as asked", drawn_units(program), None)
     if batch.named:
-        chosen = _named(arguments, batch)
-        named = _dimensions(call, chosen, axes := _axes_for(chosen, batch))
+        chosen, axes = _examples(arguments, batch)
+        named = _dimensions(call, chosen, axes)
         sized = [found for found in _sized(call, chosen, axes) if found[2]]
         if len({size for _, _, size in sized}) <= 1:
             return Examples(named, "as asked")
@@ -162,7 +185,7 @@ def find_examples(
     }
     if placed:
         return Examples(placed, "as their NamedSharding lays them out")
-    axis = batch.axis if isinstance(batch.axis, int) else batch.axis[0]
+    axis = batch.first
     sized = _free(call, arguments, state, axis)
     drawn = drawn_units(program)
     if not any(size for _, _, size in sized):
@@ -215,21 +238,29 @@ def drawn_units(program: Program) -> tuple[Unit, ...]:
 
 
 def infer_batch(
-    call: Call, arguments: Sequence[Argument], state: dict[int, int], batch: Batch, data_axes: tuple[str, ...]
+    call: Call,
+    arguments: Sequence[Argument],
+    state: AbstractSet[int],
+    each: AbstractSet[int],
+    batch: Batch,
+    data_axes: tuple[str, ...],
 ) -> dict[int, int]:
-    """The batch of a per-replica step, which must be certain: it says what a replica computes."""
+    """The batch of a per-replica step, which must be certain: it says what a replica computes.
+
+    `each`: what holds one value for each replica is no batch.
+    """
     placed = {
         i: dim
         for i, leaf in enumerate(call.leaves)
-        if i not in state and (dim := _placed_on(leaf, data_axes)) is not None
+        if i not in state | each and (dim := _placed_on(leaf, data_axes)) is not None
     }
     if placed:
         return placed
-    candidates = _candidates(call, arguments, set(state), batch)
+    candidates = _candidates(call, arguments, state | each, batch)
     if not candidates:
         # a bare array that comes back in its shape (a reconstruction, say) passes for state until a batch is missed
         bare = {a.start for a in arguments if a.stop - a.start == 1}
-        candidates = _candidates(call, arguments, set(state) - bare, batch)
+        candidates = _candidates(call, arguments, (state - bare) | each, batch)
     sizes = {size for sized in candidates.values() for _, size in sized.values()}
     if len(sizes) == 1:
         return {i: dim for sized in candidates.values() for i, (dim, _) in sized.items()}
@@ -237,10 +268,10 @@ def infer_batch(
 
 
 def _candidates(
-    call: Call, arguments: Sequence[Argument], state: set[int], batch: Batch
+    call: Call, arguments: Sequence[Argument], state: AbstractSet[int], batch: Batch
 ) -> dict[str, dict[int, tuple[int, int]]]:
     """Argument -> its leaves -> (dimension, size) of what may be the examples."""
-    axis = batch.axis if isinstance(batch.axis, int) else batch.axis[0]
+    axis = batch.first
     found = {}
     for argument in arguments:
         leaves = range(argument.start, argument.stop)
@@ -269,6 +300,7 @@ def _ambiguous(candidates: dict[str, dict[int, tuple[int, int]]]) -> str:
     return (
         f"the batch is ambiguous: {'; '.join(listed)}. Name it, e.g. shardstep.shard(step, mesh,"
         f" batch_argnames={next(iter(candidates))!r}), or by batch_argnums=...; what is not named is replicated."
+        " What holds one value for each replica, as under pmap, is named with batch_axis=None."
     )
 
 

@@ -21,7 +21,7 @@ class Keywords(TypedDict, total=False):
     axis: str | Sequence[str] | None
     batch_argnums: int | Sequence[int] | None
     batch_argnames: str | Sequence[str] | None
-    batch_axis: int | Sequence[int]
+    batch_axis: int | Sequence[int | None]
     static_argnums: int | Sequence[int]
     static_argnames: str | Sequence[str]
     donate_argnums: int | Sequence[int] | None
@@ -38,7 +38,7 @@ class Settings:
 
     batch_argnums: int | Sequence[int] | None
     batch_argnames: str | Sequence[str] | None
-    batch_axis: int | Sequence[int]
+    batch_axis: int | Sequence[int | None]
     static_argnums: int | Sequence[int]
     static_argnames: str | Sequence[str]
     donate_argnums: int | Sequence[int] | None
@@ -97,6 +97,11 @@ def check_asked(step: Any, mesh: Any, settings: Settings) -> None:
         raise ShardstepError(f"options={given!r} is {_a(given)}: use options=shardstep.{how}")
     if settings.weights not in ("auto", "replicated", "sharded"):
         raise ShardstepError(f"weights={settings.weights!r}: choose 'replicated', 'sharded' or 'auto'")
+    if settings.axis_name is None and None in settings.batch.axes:
+        raise ShardstepError(
+            "batch_axis=None is for values of which each replica has its own, as under pmap, and that takes a step that"
+            " is written for one replica: set axis_name. A step for the whole batch has one value."
+        )
     named = as_tuple(settings.donate_argnums, int) + as_tuple(settings.donate_argnames, str)
     if named and not settings.options.donate:
         raise ShardstepError(

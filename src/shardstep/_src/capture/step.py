@@ -14,14 +14,14 @@ from jax.tree_util import KeyPath
 from ..core import passes
 from ..core.program import Program, flatten
 from ..core.user_shardings import Kept, kept
-from . import numbers
+from . import numbers, one_each
 from .arguments import Argument, Call, Constant, Signature, abstract
 from .batch import Batch, Examples, check_divisible, check_not_empty, find_examples, infer_batch, named_batch
 from .find_state import Matching, match_state
 from .inner_maps import without_maps
 from .jitted import Donate, Jitted, donated
 from .simplification import simplify
-from .tracing import Keep, Traced, trace, trace_guessing
+from .tracing import Keep, Shares, Traced, trace, trace_guessing
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,13 +97,12 @@ def capture(spec: StepSpec, args: Sequence[Any], kwargs: dict[str, Any], varying
         arguments, paths = signature.describe(call, key_paths)
         examples = named_batch(call, arguments, spec.batch)
         if axis_name is None:
-            traced = trace(step, call, mesh=spec.mesh, keep=keep)
-        elif examples is not None:
-            check_divisible(call, paths, examples, replicas)
-            traced = trace(step, call, axis_name, replicas, examples, keep=keep)
+            traced, each = trace(step, call, mesh=spec.mesh, keep=keep), frozenset[int]()
         else:
-            traced = trace_guessing(step, call, arguments, axis_name, replicas, keep)
-        return _Reading(call, arguments, paths, examples, traced, _program(traced, spec), keep)
+            each = one_each.found_in(call, arguments, paths, spec.batch, replicas)
+            check_divisible(call, paths, examples or {}, replicas)
+            traced, each = _traced_for_one(spec, call, arguments, Shares(examples or {}, each), keep)
+        return _Reading(call, arguments, paths, examples, each, traced, _program(traced, spec), keep)
 
     reading = numbers.settle(signature.take_apart(args, kwargs), read, varying)
     call, arguments, paths, traced = reading.call, reading.arguments, reading.paths, reading.traced
@@ -113,13 +112,14 @@ def capture(spec: StepSpec, args: Sequence[Any], kwargs: dict[str, Any], varying
     if axis_name is None:
         found = find_examples(laid_out, arguments, state, program, spec.batch, spec.data_axes)
     elif examples is None:
-        found = Examples(infer_batch(laid_out, arguments, state, spec.batch, spec.data_axes), "")
+        found = Examples(infer_batch(laid_out, arguments, {*state}, reading.each, spec.batch, spec.data_axes), "")
         check_divisible(call, paths, found.inputs, replicas)
-        traced = trace(step, call, axis_name, replicas, found.inputs, keep=reading.keep)
+        traced = trace(step, call, axis_name, replicas, Shares(found.inputs, reading.each), keep=reading.keep)
         program = _program(traced, spec)
     else:
         found = Examples(examples, "as asked")
     state = {i: o for i, o in state.items() if i not in found.inputs}
+    found = replace(found, inputs={**found.inputs, **dict.fromkeys(reading.each, 0)}, each=reading.each)
     check_not_empty(call, paths, found.inputs)
     return Captured(
         program=program,
@@ -148,13 +148,41 @@ class _Reading:
     arguments: list[Argument]
     paths: list[str]
     examples: dict[int, int] | None  # where the user named them
+    each: frozenset[int]  # the leaves that hold one value for each replica
     traced: Traced
     program: Program
     keep: Keep | None
 
     @functools.cached_property
     def matching(self) -> Matching:
-        return match_state(self.call, self.arguments, self.paths, self.traced, self.program)
+        leaves = [one_each.held_by_one(x) if i in self.each else x for i, x in enumerate(self.call.leaves)]
+        call = replace(self.call, leaves=tuple(leaves))
+        return match_state(call, self.arguments, self.paths, self.traced, self.program)
+
+
+def _traced_for_one(
+    spec: StepSpec, call: Call, arguments: Sequence[Argument], shares: Shares, keep: Keep | None
+) -> tuple[Traced, frozenset[int]]:
+    """A per-replica step, and the arguments that hold one value for each replica.
+
+    As many keys as replicas may also be a table that every replica reads its own from: then the step takes all of them.
+    """
+
+    def read(shares: Shares) -> Traced:
+        assert spec.axis_name is not None
+        if shares.batch:
+            return trace(spec.step, call, spec.axis_name, spec.replicas, shares, keep=keep)
+        return trace_guessing(spec.step, call, arguments, spec.axis_name, spec.replicas, shares.each, keep)
+
+    try:
+        return read(shares), shares.each
+    except Exception as error:
+        if not shares.each or one_each.asked_for(arguments, spec.batch):
+            raise
+        try:
+            return read(shares._replace(each=frozenset())), frozenset()
+        except Exception:
+            raise error from None
 
 
 def _program(traced: Traced, spec: StepSpec) -> Program:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
@@ -13,6 +13,7 @@ from jax.tree_util import KeyPath
 
 from ..core import meshes
 from ..core.errors import ShardstepError
+from . import one_each
 from .arguments import NUMBERS, Argument, Call, Constant, abstract, is_array, shape_of
 
 
@@ -38,6 +39,24 @@ class Traced:
         return leaves
 
 
+class Shares(NamedTuple):
+    """What is one replica's of the arguments of a per-replica step."""
+
+    batch: Mapping[int, int] = {}  # leaf -> the dimension that holds the examples
+    each: frozenset[int] = frozenset()  # leaves that hold one value for each replica
+
+    def of(self, i: int, leaf: Any, replicas: int) -> jax.ShapeDtypeStruct:
+        """One replica's share of a leaf."""
+        aval, dim = abstract(leaf), 0 if i in self.each else self.batch.get(i)
+        if dim is None:
+            return aval
+        shape = list(aval.shape)
+        shape[dim] //= replicas
+        return jax.ShapeDtypeStruct(tuple(shape), aval.dtype, weak_type=aval.weak_type)
+
+
+NOTHING_SHARED = Shares()
+
 Keep = Callable[[int], bool]  # is a Python number returned as it is, if it stands at this leaf of the result?
 
 
@@ -47,6 +66,7 @@ def trace_guessing(
     arguments: Sequence[Argument],
     axis_name: str,
     replicas: int,
+    each: frozenset[int],
     keep: Keep | None = None,
 ) -> Traced:
     """Trace a per-replica step whose batch is not known yet.
@@ -56,6 +76,8 @@ def trace_guessing(
     """
     guesses: list[dict[int, int]] = [{}]
     for argument in arguments:
+        if argument.start in each:
+            continue
         shapes = [shape_of(call.leaves[i])[0] for i in range(argument.start, argument.stop)]
         sizes = {shape[0] for shape in shapes if shape}
         if len(sizes) == 1 and all(shapes) and not next(iter(sizes)) % replicas:
@@ -63,10 +85,10 @@ def trace_guessing(
             guesses += [{**guess, **mine} for guess in guesses[:8]]
     for guess in guesses[1:]:
         try:
-            return trace(step, call, axis_name, replicas, guess, keep=keep)
+            return trace(step, call, axis_name, replicas, Shares(guess, each), keep=keep)
         except (TypeError, ValueError):
             continue
-    return trace(step, call, axis_name, replicas, keep=keep)
+    return trace(step, call, axis_name, replicas, Shares(each=each), keep=keep)
 
 
 def trace(
@@ -74,7 +96,7 @@ def trace(
     call: Call,
     axis_name: str | None = None,
     replicas: int = 1,
-    batch: dict[int, int] | None = None,
+    shares: Shares = NOTHING_SHARED,
     mesh: Mesh | None = None,
     keep: Keep | None = None,
 ) -> Traced:
@@ -85,14 +107,14 @@ def trace(
     """
     typed = meshes.explicit(mesh) if mesh is not None and axis_name is None else None
     if typed is None:
-        return _trace(functools.partial(_flat, step, call, keep), call, axis_name, replicas, batch)
+        return _trace(functools.partial(_flat, step, call, keep, shares.each), call, axis_name, replicas, shares)
     try:
         with meshes.within(meshes.auto(typed)):
-            return _trace(functools.partial(_flat, step, call, keep), call)
+            return _trace(functools.partial(_flat, step, call, keep, ()), call)
     except Exception as ordinary:
         try:
             with meshes.within(typed, always=True):
-                return _trace(functools.partial(_flat, step, call, keep), call, typed=typed)
+                return _trace(functools.partial(_flat, step, call, keep, ()), call, typed=typed)
         except Exception as error:
             if type(error) is type(ordinary):
                 raise ordinary from None
@@ -100,12 +122,18 @@ def trace(
 
 
 def _flat(
-    step: Callable[..., Any], call: Call, keep: Keep | None, found: dict[str, Any], leaves: Sequence[Any]
+    step: Callable[..., Any],
+    call: Call,
+    keep: Keep | None,
+    each: Collection[int],
+    found: dict[str, Any],
+    leaves: Sequence[Any],
 ) -> list[Any]:
     """The arrays that the step returns for these; `found` gets what else it returns."""
-    args, kwargs = call.rebuild(leaves)
+    args, kwargs = call.rebuild(one_each.taken(leaves, each))
     with_paths, found["tree"] = jax.tree_util.tree_flatten_with_path(step(*args, **kwargs))
     found["paths"], out = tuple(path for path, _ in with_paths), [x for _, x in with_paths]
+    out = one_each.given_back(call, each, found["tree"], out) if each else out
     objects = any(not is_array(x) and not isinstance(x, NUMBERS) for x in out)
     arrays = [
         is_array(x) or (isinstance(x, NUMBERS) and not (objects if keep is None else keep(i)))
@@ -120,11 +148,11 @@ def _trace(
     call: Call,
     axis_name: str | None = None,
     replicas: int = 1,
-    batch: dict[int, int] | None = None,
+    shares: Shares = NOTHING_SHARED,
     typed: AbstractMesh | None = None,
 ) -> Traced:
     found: dict[str, Any] = {}
-    avals = [_local(abstract(leaf), (batch or {}).get(i), replicas) for i, leaf in enumerate(call.leaves)]
+    avals = [shares.of(i, leaf, replicas) for i, leaf in enumerate(call.leaves)]
     if typed is not None:
         avals = [_with_sharding(aval, leaf, typed) for aval, leaf in zip(avals, call.leaves, strict=True)]
     env = [(axis_name, replicas)] if axis_name is not None else None
@@ -138,14 +166,6 @@ def _trace(
             " pmap or shard_map, give its axis: shardstep.shard(step, mesh, axis_name=...)."
         ) from error
     return Traced(jaxpr, found["tree"], found["paths"], tuple(shapes), found["constants"])
-
-
-def _local(aval: jax.ShapeDtypeStruct, dim: int | None, replicas: int) -> jax.ShapeDtypeStruct:
-    if dim is None:
-        return aval
-    shape = list(aval.shape)
-    shape[dim] //= replicas
-    return jax.ShapeDtypeStruct(tuple(shape), aval.dtype, weak_type=aval.weak_type)
 
 
 def _with_sharding(aval: jax.ShapeDtypeStruct, leaf: Any, mesh: AbstractMesh) -> jax.ShapeDtypeStruct:

@@ -221,14 +221,20 @@ def _scheduled(problem: Problem, policy: Policy) -> tuple[Schedule, tuple[str, .
     for i, o in captured.state.items():
         outputs[o] = inputs[i]
     boundary = Boundary(tuple(inputs), tuple(outputs), drawn=drawn_of(captured, axes))
-    why = f" ({captured.examples.why})" if captured.examples.why else ""
-    reasons = tuple(reason + why * (i in captured.batch) for i, (_, reason) in enumerate(resting))
+    reasons = tuple(_why(captured, i, reason) for i, (_, reason) in enumerate(resting))
     shown = [f"{show(layout)}, {reason}" for layout, reason in zip(inputs, reasons, strict=True)]
     passes.leave(f"at rest (weights {policy.weights})", dict(zip(captured.paths, shown, strict=True)))
     decided = passes.leave("propagation", schedule(program, axes, boundary, problem.memo))
     decided = passes.leave("precision", travel_in(decided, options))
     told = tuple(_with_update(captured, decided, i, reason) for i, reason in enumerate(reasons))
     return passes.leave("buckets", fuse(decided, alone)), told
+
+
+def _why(captured: Captured, i: int, reason: str) -> str:
+    if i in captured.examples.each:
+        return "one for each replica, as under pmap"
+    asked = i in captured.batch and captured.examples.why
+    return f"{reason} ({asked})" if asked else reason
 
 
 def _with_update(captured: Captured, decided: Schedule, i: int, reason: str) -> str:

@@ -44,7 +44,7 @@ def roles_of(captured: Captured, unsharded: Schedule) -> list[str]:
 def check_outputs(captured: Captured, unsharded: Schedule) -> None:
     """State that each replica would compute from its own batch alone is an error."""
     for i, o in captured.state.items():
-        if any(isinstance(p, Varying) for p in unsharded.outputs[o]):
+        if i not in captured.batch and any(isinstance(p, Varying) for p in unsharded.outputs[o]):
             if sent := _sent_as_written(captured.program, o):
                 raise ShardstepError(
                     f"the state leaf {captured.paths[i]} comes out of {sent.primitive} at {sent.line}, and nothing"
@@ -54,7 +54,10 @@ def check_outputs(captured: Captured, unsharded: Schedule) -> None:
                 )
             raise ShardstepError(
                 f"the state leaf {captured.paths[i]} would differ between replicas: the step computes it from one"
-                f" replica's batch. Reduce it over the replicas, e.g. with lax.pmean(x, {captured.axis_name!r})."
+                f" replica's batch. Reduce it over the replicas, e.g. with lax.pmean(x, {captured.axis_name!r}); of"
+                " running averages (BatchNorm), that is what averaging them later gives. To keep one for each replica,"
+                " as under pmap, pass them stacked as an argument of their own, named among the batch with"
+                " batch_axis=None."
             )
 
 

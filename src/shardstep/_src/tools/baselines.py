@@ -67,8 +67,13 @@ def per_replica(sharded: ShardedStep, program: PlannedStep, donate: bool = False
     own = [any(isinstance(p, Varying) for p in layout) for layout in program.decided.outputs]
     outs = [PartitionSpec(captured.axis_name) if o else PartitionSpec() for o in own]
 
+    each = captured.examples.each
+    back = {captured.state[i] for i in each & captured.state.keys()}
+
     def one_replica(*leaves: Any) -> list[Any]:
-        return [jnp.asarray(x)[None] if o and jnp.ndim(x) == 0 else x for x, o in zip(run(*leaves), own, strict=True)]
+        made = run(*(x[0] if i in each else x for i, x in enumerate(leaves)))
+        rows = [o and (k in back or jnp.ndim(x) == 0) for k, (x, o) in enumerate(zip(made, own, strict=True))]
+        return [jnp.asarray(x)[None] if row else x for x, row in zip(made, rows, strict=True)]
 
     mapped = jax.shard_map(one_replica, mesh=mesh, in_specs=tuple(ins), out_specs=outs, check_vma=False)
     return jax.jit(mapped, donate_argnums=tuple(captured.state) if donate else ())
