@@ -17,6 +17,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from browser import CHROMIUM, chromium
 
 import shardstep
 
@@ -112,6 +113,46 @@ def test_the_reference_names_everything_public():
         assert name in text, name
     for field in fields(shardstep.Plan):
         assert field.name == "structure" or f"`{field.name}`" in text, field.name
+
+
+def test_the_reference_names_the_other_modules(monkeypatch):
+    text = (DOCS / "api.md").read_text(encoding="utf-8")
+    listed = re.search(r"::: shardstep.rules\n +options: \{ members: \[(.*?)\] \}", text)[1].split(", ")
+    assert set(shardstep.rules.__all__) == {*listed, "register_rule"}
+    for module in (shardstep.nnx, shardstep.keras):
+        for name, value in vars(module).items():
+            if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_"):
+                assert f"::: {module.__name__}.{name}\n" in text, name
+
+
+def test_the_messages_in_troubleshooting_are_those_of_the_code():
+    source = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "src").rglob("*.py"))
+    source = re.sub(r'"\s*\n\s*f?"', "", source)  # a message goes on in the next line
+    quoted = re.findall(r'\*\*"([^"]*)"\*\*', (DOCS / "troubleshooting.md").read_text(encoding="utf-8"))
+    assert len(quoted) > 10
+    for message in quoted:
+        for part in re.split(r"\.\.\.|TFRT_CPU_0|: sent$", message):
+            assert part.strip(" ,") in source, message
+
+
+SITE = ROOT / "site"
+
+
+@pytest.mark.skipif(not (SITE / "search").exists(), reason="`make docs` has not been run here")
+def test_the_site_is_searched_without_a_server():
+    pytest.importorskip("playwright")
+    if CHROMIUM is None:
+        pytest.skip("Chromium is not installed")
+    with chromium() as browser:
+        page = browser.new_page()
+        asked = []
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto((SITE / "index.html").as_uri())
+        page.click("input.md-search__input")
+        page.keyboard.type("donated")
+        page.wait_for_selector(".md-search-result__item")
+        assert "troubleshooting.html" in page.inner_html(".md-search-result__list")
+        assert all(url.startswith(("file:", "data:")) for url in asked), asked
 
 
 def test_every_page_is_in_the_navigation():

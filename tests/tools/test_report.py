@@ -172,7 +172,7 @@ def test_loops_are_drawn_in_rounds_and_a_device_that_is_too_small_as_a_line(brow
             "document.getElementById('timeline').data.filter(t => t.name === 'all-gather')"
             ".flatMap(t => t.y.filter(lane => lane === 'sharded: wire'))"
         )
-        assert len(bars) >= 12  # a layer is gathered in each iteration, forward and backward
+        assert len(bars) >= 12, scanned.timeline  # a layer is gathered in each iteration, forward and backward
         line, box = (page.locator(f"#map-before{mark}").bounding_box() for mark in (" .limit", ""))
         assert (line["y"] - box["y"]) / box["height"] == pytest.approx(0.25, abs=0.02)
         assert page.locator("#map-after .limit").count() == 0 and not page.troubles
