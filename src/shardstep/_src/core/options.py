@@ -35,6 +35,9 @@ class Options:
         memory: bytes that a device may use. A plan must fit: with `weights="auto"`, weights rest so that it does, if
             that is possible. None: what the device says it has (`memory_stats()["bytes_limit"]`), or what the named
             topology has; on CPU, no limit.
+        offload: let optimizer state rest in the host's memory (`pinned_host`), from where it streams through the update
+            leaf by leaf. True: all of it that is sharded. False: none. None: if nothing else fits. On CPU a device's
+            memory is the host's, and nothing is moved.
         donate: reuse the memory of the old state for the new, as `jax.jit(..., donate_argnums=...)` does.
             A jitted step that names what it donates is obeyed.
         check: let JAX's type system (`check_vma`) certify that what is called replicated is replicated.
@@ -50,6 +53,7 @@ class Options:
     wire: str | None = None
     topology: str | None = None
     memory: int | None = None
+    offload: bool | None = None
     donate: bool = True
     check: bool = True
     engine: str = "auto"
@@ -67,6 +71,8 @@ class Options:
             if getattr(self, name) not in (None, known):
                 raise ShardstepError(f"Options({name}={getattr(self, name)!r}): use {known!r} or None")
         self._check_wire()
+        if self.offload not in (True, False, None):
+            raise ShardstepError(f"Options(offload={self.offload!r}): use True, False, or None (if nothing else fits)")
         if self.engine not in ENGINES:
             raise ShardstepError(f"Options(engine={self.engine!r}): choose one of {', '.join(map(repr, ENGINES))}")
 

@@ -55,6 +55,7 @@ class Chip(NamedTuple):
     network: Link  # to other hosts (GPU), other slices (TPU)
     wraps: int = 0  # a torus axis is closed to a ring if its length is a multiple of this; 0: never
     source: str = ""
+    host: float = 16 * _GIGA  # bytes a second to the memory of the host, one way ("How to Scale Your Model", part 2)
     near: int = 0  # bytes: smaller results of a collective stay near the core (see in_place.py)
 
 
@@ -93,15 +94,18 @@ def _tensor_cores(half: float, tf32: float, double: float, byte: float) -> Peak:
 
 
 # Dense products; datasheets of NVIDIA give the figures with sparsity, which are twice as large.
+_PCIE4, _PCIE5 = 32 * _GIGA, 64 * _GIGA  # 16 lanes, one way: the same datasheets give both ways together
 _HOPPER = _tensor_cores(989, 494, 67, 1979)
 _CORE = "a core has half of the chip"
 CHIPS = {
     "v2": Chip("TPU v2", 350 * _GIGA, 8 * _GIB, _mxu(23), _ici(62), _DCN, 16, f"{_DESIGN}: {_CORE}"),
     "v3": Chip("TPU v3", 450 * _GIGA, 16 * _GIB, _mxu(61.5), _ici(82), _DCN, 32, f"{_DESIGN}: {_CORE}"),
     "v4": Chip("TPU v4", 1228 * _GIGA, 32 * _GIB, _mxu(275), _ici(50), _DCN, 4, 'Jouppi et al., "TPU v4", ISCA 2023'),
-    "v5e": Chip("TPU v5 lite", 819 * _GIGA, 16 * _GIB, _mxu(197, 2), _ici(50), _DCN, 16, _DOCS, _HALF_OF_VMEM),
+    "v5e": Chip("TPU v5 lite", 819 * _GIGA, 16 * _GIB, _mxu(197, 2), _ici(50), _DCN, 16, _DOCS, near=_HALF_OF_VMEM),
     "v5p": Chip("TPU v5", 2765 * _GIGA, 95 * _GIB, _mxu(459, 2), _ici(100), _DCN, 4, _DOCS),
-    "v6e": Chip("TPU v6 lite", 1640 * _GIGA, 32 * _GIB, _mxu(918, 2), _ici(100), _DCN, 16, _DOCS, _HALF_OF_VMEM),
+    "v6e": Chip(
+        "TPU v6 lite", 1640 * _GIGA, 32 * _GIB, _mxu(918, 2), _ici(100), _DCN, 16, _DOCS, _PCIE4, _HALF_OF_VMEM
+    ),
     "tpu7x": Chip("TPU7x", 3690 * _GIGA, 96 * _GIB, _mxu(1153, 2), _ici(100), _DCN, 4, f"{_DOCS}; {_CORE}"),
     "a100": Chip(
         "A100",
@@ -111,6 +115,7 @@ CHIPS = {
         _nvlink(300),
         _infiniband(25),
         source="NVIDIA A100 80GB and DGX A100 datasheets",
+        host=_PCIE4,
     ),
     "h100": Chip(
         "H100",
@@ -120,6 +125,7 @@ CHIPS = {
         _nvlink(450),
         _infiniband(50),
         source="NVIDIA H100 SXM and DGX H100 datasheets",
+        host=_PCIE5,
     ),
     "h200": Chip(
         "H200",
@@ -129,6 +135,7 @@ CHIPS = {
         _nvlink(450),
         _infiniband(50),
         source="NVIDIA H200 SXM and DGX H200 datasheets",
+        host=_PCIE5,
     ),
     "b200": Chip(
         "B200",
@@ -138,6 +145,7 @@ CHIPS = {
         _nvlink(900),
         _infiniband(50),
         source="NVIDIA DGX B200 datasheet",
+        host=_PCIE5,
     ),
     # One of 8 simulated devices on 2 cores: psum_scatter + all_gather of 32 B to 16 MB (jax 0.12, 2026-11-16), products
     # of 512 x 512 on all devices at once (jax 0.10.2, 2026-11-18). Given, not measured in each process: processes of

@@ -49,8 +49,10 @@ class _Waiting:
         return self.transfer.array.nbytes
 
 
-def fuse(schedule: Schedule, limit: int) -> Schedule:
-    """The same schedule with transfers of at most `limit` bytes bundled, in bodies too."""
+def fuse(schedule: Schedule, limit: int, in_order: bool = False) -> Schedule:
+    """The same schedule with transfers of at most `limit` bytes bundled, in bodies too. `in_order`: its own order is
+    kept, even if another one would fill buckets better.
+    """
     if not limit:
         return schedule
 
@@ -58,7 +60,7 @@ def fuse(schedule: Schedule, limit: int) -> Schedule:
         return t.array.nbytes <= limit and _kind(t, schedule.axes) is not None
 
     as_it_is, could_be_fewer = _bundled(schedule, limit)
-    if not could_be_fewer:
+    if in_order or not could_be_fewer:
         return as_it_is
     return min(as_it_is, _bundled(by_depth(schedule, small), limit)[0], key=_bundles)
 

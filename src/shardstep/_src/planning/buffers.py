@@ -99,11 +99,14 @@ class Buffers:
     products: list[Product] = field(default_factory=list)
     inside: list[Inside] = field(default_factory=list)
     carried: Mapping[int, int] | None = None  # in the body of a loop: which output is which input of the next iteration
+    hosted: Mapping[int, int] = field(default_factory=dict)  # inputs in host memory -> the outputs that replace them
 
     @classmethod
-    def of(cls, schedule: Schedule, carried: Mapping[int, int] | None = None) -> Buffers:
+    def of(
+        cls, schedule: Schedule, carried: Mapping[int, int] | None = None, hosted: Mapping[int, int] | None = None
+    ) -> Buffers:
         """Those of a schedule. What a loop does not carry, it writes into a stack."""
-        return _Walk(schedule).run(carried)
+        return _Walk(schedule).run(carried, hosted or {})
 
     def all(self) -> Iterator[Buffer]:
         yield from self.inputs
@@ -124,7 +127,7 @@ class _Walk:
         self.made_bytes: dict[Ruling, list[int]] = {}
         self.known_products: dict[Ruling, Product] = {}
 
-    def run(self, carried: Mapping[int, int] | None) -> Buffers:
+    def run(self, carried: Mapping[int, int] | None, hosted: Mapping[int, int]) -> Buffers:
         schedule, program = self.schedule, self.schedule.program
         pairs = zip(program.inputs, schedule.inputs, strict=True)
         inputs = tuple(self.add(v, f, Buffer(self.size(v.array, f), -1, Kind.INPUT)) for v, f in pairs)
@@ -140,13 +143,19 @@ class _Walk:
         for bundle in schedule.transfers[-1]:
             for transfer in bundle:
                 self.transfer(transfer, place)
-        outputs = tuple(self.leave(*out, place + 1) for out in zip(program.outputs, schedule.outputs, strict=True))
+        sent = set(hosted.values())
+        outputs = tuple(
+            self.find(atom, layout) if o in sent else self.leave(atom, layout, place + 1)
+            for o, (atom, layout) in enumerate(zip(program.outputs, schedule.outputs, strict=True))
+        )
         for o, buffer in enumerate(outputs):
             if buffer is not None and (carried is None or o in carried):
                 buffer.returned = True
         for buffer in (*reversed(self.made), *inputs):
             buffer.settle()
-        return Buffers(inputs, outputs, self.made, self.products, self.inside, carried)
+        for i in hosted:  # on the device from its first reader on
+            inputs[i].made = min((use.place for use in inputs[i].uses), default=-1)
+        return Buffers(inputs, outputs, self.made, self.products, self.inside, carried, hosted)
 
     def size(self, array: Array, layout: Layout) -> int:
         key = (array, layout)

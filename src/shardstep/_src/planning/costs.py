@@ -3,6 +3,7 @@
     wire      messages x latency + bytes / bandwidth
     products  flops / peak
     passes    bytes read and written / bandwidth of the memory
+    host      bytes from and to the host's memory / bandwidth of the bus, where optimizer state rests there
 
 All ignore overlap with other work: they compare programs, they do not promise step times.
 """
@@ -30,10 +31,11 @@ class Seconds:
     wire: float
     products: float
     passes: float
+    host: float = 0.0
 
     @property
     def work(self) -> float:
-        return self.products + self.passes
+        return self.products + self.passes + self.host
 
     @property
     def total(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ..capture.step import Captured
 from ..core import meshes, passes
@@ -17,12 +17,13 @@ from ..core.schedule import Schedule
 from ..core.user_shardings import Kept, alike
 from ..machine.memory import memory_limit
 from ..machine.replicas import Replicas
-from . import engines, ownership
+from . import engines, host_memory, ownership
 from .at_rest import ROOM, WHY_WHOLE, Policy, Taken, choose_weights, layout_at_rest, pads_state, small_bytes, take_turns
 from .batch_choice import replicated
 from .buckets import bucket_bytes, fuse
 from .estimate import Estimate, estimate
 from .formatting import duration, size
+from .host_memory import hosted, leaf_by_leaf
 from .plan import Owned
 from .precision import added_in_float32, lossy, travel_in
 from .propagation.boundary import Boundary
@@ -49,15 +50,18 @@ class Decided:
     wire_bytes: float
     donated: Mapping[int, int]  # the outputs that may be written over an input, and over which
     memory: int | None  # bytes that a device may use
-    fits: bool  # is the predicted peak within that?
+    peak: int | None  # bytes per device, predicted; None: without a limit it need not be known
+    fits: bool  # is that within the limit?
     lossy: str = ""  # what is rounded on the wire, where the user asked for that
     notes: tuple[str, ...] = ()
     owned: tuple[Owned, ...] = ()  # whole matrices that the update needs, and who has them
+    hosted: Mapping[int, int] = field(default_factory=dict)  # inputs in host memory -> the outputs that replace them
+    why_hosted: str = ""
 
     @property
     def execution(self) -> Execution:
         """What the runtime needs to know."""
-        return Execution(self.engine.engine, self.schedule, self.inputs, self.outputs, self.kept)
+        return Execution(self.engine.engine, self.schedule, self.inputs, self.outputs, self.kept, self.hosted)
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +78,7 @@ class Problem:
     baseline: Schedule  # of the program that everyone runs today
     memo: Memo
     memory: int | None  # bytes that a device may use
+    why_hosted: str = ""  # why optimizer state rests in host memory; empty: it does not
 
     @classmethod
     def of(cls, captured: Captured, replicas: Replicas, options: Options) -> Problem:
@@ -87,6 +92,12 @@ class Problem:
         sliced = sliced_dims(captured.program, captured.state)
         memory = memory_limit(replicas, options.memory, options.topology)
         return cls(captured, replicas, options, unsharded, roles, small, sliced, baseline, memo, memory)
+
+    def hosting(self, why: str) -> Problem:
+        """The same with optimizer state in host memory, updated leaf by leaf."""
+        program = passes.leave("leaf by leaf", leaf_by_leaf(self.captured, self.roles, self.small))
+        found = Problem.of(replace(self.captured, program=program), self.replicas, self.options)
+        return replace(found, why_hosted=why)
 
     @property
     def donated(self) -> Mapping[int, int]:
@@ -110,9 +121,15 @@ class Attempt:
     why_weights: str
 
     @functools.cached_property
+    def hosted(self) -> Mapping[int, int]:
+        """The inputs in host memory, with the outputs that replace them."""
+        problem = self.problem
+        return hosted(problem.captured, problem.roles, self.schedule.inputs) if problem.why_hosted else {}
+
+    @functools.cached_property
     def estimate(self) -> Estimate:
         replicas = self.problem.replicas
-        return estimate(self.schedule, self.problem.donated, replicas.axes, replicas.topology)
+        return estimate(self.schedule, self.problem.donated, replicas.axes, replicas.topology, self.hosted)
 
     @property
     def peak(self) -> int:
@@ -135,8 +152,24 @@ class Attempt:
 
 
 def decide(captured: Captured, replicas: Replicas, weights: str, options: Options) -> Decided:
-    """Plan a captured step."""
+    """Plan a captured step. Optimizer state goes to host memory if that was asked for, or if nothing else fits."""
     problem = Problem.of(captured, replicas, options)
+    why_not = host_memory.why_not(options, replicas)
+    if options.offload:
+        found = _decided(problem if why_not else problem.hosting("as asked"), weights)
+        return replace(found, why_hosted=why_not) if why_not else found
+    found = _decided(problem, weights)
+    if found.fits:
+        return found
+    if why_not:
+        return replace(found, why_hosted=why_not)
+    other = _decided(problem.hosting(host_memory.NEEDED), weights)
+    return other if other.hosted and (other.peak or 0) < (found.peak or 0) else found
+
+
+def _decided(problem: Problem, weights: str) -> Decided:
+    """The faster of two programs that fit: equal work on matrices owned, or repeated by every replica."""
+    captured, replicas = problem.captured, problem.replicas
     chosen = _chosen(problem, weights)
     stacked = ownership.stacked(captured, problem.unsharded, replicas)
     if stacked is captured:
@@ -227,7 +260,7 @@ def _scheduled(problem: Problem, policy: Policy) -> tuple[Schedule, tuple[str, .
     decided = passes.leave("propagation", schedule(program, axes, boundary, problem.memo))
     decided = passes.leave("precision", travel_in(decided, options))
     told = tuple(_with_update(captured, decided, i, reason) for i, reason in enumerate(reasons))
-    return passes.leave("buckets", fuse(decided, alone)), told
+    return passes.leave("buckets", fuse(decided, alone, in_order=bool(problem.why_hosted))), told
 
 
 def _why(captured: Captured, i: int, reason: str) -> str:
@@ -254,6 +287,8 @@ def _with_engine(problem: Problem, chosen: Attempt) -> Decided:
     unpadded = tuple(engines.unpadded(layout, everywhere) for layout in decided.inputs)
     question = _question(problem, chosen, shares=any(unpadded[i] != everywhere for i in captured.state))
     choice = engines.choose(problem.options.engine, question)
+    if chosen.hosted and choice.engine == "annotate":
+        choice = engines.Choice("rewrite", "optimizer state streams through the update from host memory")
     inputs, outputs, reasons = decided.inputs, decided.outputs, chosen.reasons
     if choice.engine == "annotate":
         changed = zip(reasons, inputs, unpadded, strict=True)
@@ -276,9 +311,12 @@ def _with_engine(problem: Problem, chosen: Attempt) -> Decided:
         wire_bytes=question.annotated if choice.engine == "annotate" else question.rewritten,
         donated=problem.donated,
         memory=problem.memory,
+        peak=None if problem.memory is None else chosen.peak,
         fits=chosen.fits,
         lossy=lossy(decided, problem.options) if rewritten else "",
         notes=tuple(filter(None, [added_in_float32(decided, problem.options)])) if rewritten else (),
+        hosted=chosen.hosted,
+        why_hosted=problem.why_hosted,
     )
 
 

@@ -8,16 +8,17 @@ from dataclasses import replace
 from itertools import repeat
 from typing import Any
 
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from ..capture.step import Captured
 from ..core import trees
+from ..core.execution import HOST
 from ..core.layout import Array, Axis, Layout, Varying, block_shape, is_batch, padded_shape, partition_spec, show
 from ..core.program import Var
 from ..core.schedule import Fallback, Schedule
 from ..core.user_shardings import Kept, joined, show_kept
 from ..machine.replicas import Replicas
-from . import engines
+from . import engines, host_memory
 from .carried import carried
 from .costs import axis_times, clock, update_time, wire_time
 from .decision import Decided
@@ -33,13 +34,15 @@ def describe(captured: Captured, decided: Decided, replicas: Replicas) -> Plan:
     leaves = tuple(map(_keeping, leaves, captured.kept, repeat(replicas.mesh)))
     if replicas.count == 1:
         leaves = tuple(map(_alone, leaves))
+    leaves = tuple(replace(leaf, memory=HOST) if i in decided.hosted else leaf for i, leaf in enumerate(leaves))
     state = [leaves[i] for i in captured.state]
     baseline, ours = decided.baseline, decided.schedule
     rewritten = decided.engine.engine == "rewrite"
     told = tuple(moments(ours)) if rewritten else ()
-    before, after = (estimate(s, decided.donated, axes, topology) for s in (baseline, ours))
+    before = estimate(baseline, decided.donated, axes, topology)
+    after = estimate(ours, decided.donated, axes, topology, decided.hosted)
     busy = axis_times(ours.collectives, axes, topology) if rewritten and len(axes) > 1 else []
-    shardings = captured.call.merged([NamedSharding(replicas.mesh, leaf.spec) for leaf in leaves])
+    shardings = captured.call.merged([leaf.sharding(replicas.mesh) for leaf in leaves])
     return Plan(
         replicas=replicas.count,
         topology=str(topology),
@@ -66,6 +69,7 @@ def describe(captured: Captured, decided: Decided, replicas: Replicas) -> Plan:
         why_engine=decided.engine.why,
         notes=tuple(note for note in (captured.examples.note, replicas.note, *decided.notes) if note),
         lossy=decided.lossy,
+        why_offload=host_memory.told(decided.schedule, decided.hosted, decided.why_hosted),
         owned=decided.owned,
         timeline=segments(told, clock(ours, topology, after.seconds)),
         timeline_before=segments(moments(baseline), clock(baseline, topology, before.seconds)),

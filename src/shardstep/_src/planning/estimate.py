@@ -21,8 +21,18 @@ class Estimate:
     memory: Memory
 
 
-def estimate(schedule: Schedule, donated: Mapping[int, int], axes: tuple[Axis, ...], topology: Topology) -> Estimate:
-    """Of a schedule, with the outputs that may be written over the inputs they replace. `axes`: of the topology."""
-    buffers = Buffers.of(schedule)
+def estimate(
+    schedule: Schedule,
+    donated: Mapping[int, int],
+    axes: tuple[Axis, ...],
+    topology: Topology,
+    hosted: Mapping[int, int] | None = None,
+) -> Estimate:
+    """Of a schedule, with the outputs that may be written over the inputs they replace. `axes`: of the topology;
+    `hosted`: the inputs that rest in host memory, with the outputs that replace them.
+    """
+    buffers = Buffers.of(schedule, hosted=hosted)
     wire = wire_time(schedule.collectives, axes, topology)
-    return Estimate(Seconds(wire, *work_time(buffers, topology.chip)), memory_of(buffers, donated))
+    streamed = sum(buffers.inputs[i].nbytes for i in buffers.hosted)
+    seconds = Seconds(wire, *work_time(buffers, topology.chip), 2 * streamed / topology.chip.host)
+    return Estimate(seconds, memory_of(buffers, donated))

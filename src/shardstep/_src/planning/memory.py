@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ..core.execution import AHEAD
 from .buffers import Buffer, Buffers, Kind
 
 # What liveness does not see: gaps in XLA's heap, its own order of equations, and what it does not fuse after all.
@@ -40,14 +41,19 @@ class Memory:
 
 def memory_of(buffers: Buffers, donated: Mapping[int, int]) -> Memory:
     """The memory that a program needs; `donated` names for an output the input whose memory it may take."""
-    arguments = sum(buffer.nbytes for buffer in buffers.inputs)
-    kept = {id(buffer) for buffer in buffers.inputs}  # outputs that stand somewhere already
+    resting = [buffer for i, buffer in enumerate(buffers.inputs) if i not in buffers.hosted]
+    arguments = sum(buffer.nbytes for buffer in resting)
+    kept = {id(buffer) for buffer in resting}  # outputs that stand somewhere already
+    sent = set(buffers.hosted.values())
+    donated = {o: i for o, i in donated.items() if i not in buffers.hosted}
     outputs = 0
     for o, buffer in enumerate(buffers.outputs):
-        if buffer is not None and o not in donated and id(buffer) not in kept:
+        if buffer is not None and o not in donated and o not in sent and id(buffer) not in kept:
             kept.add(id(buffer))
             outputs += buffer.nbytes
-    return Memory(arguments, int(UNSEEN * _temporaries(buffers, donated, kept)), outputs)
+    visiting = sorted((buffers.inputs[i].nbytes for i in buffers.hosted), reverse=True)
+    ahead = sum(visiting[: AHEAD // 2])  # what is on its way while the leaves before it are updated
+    return Memory(arguments, int(UNSEEN * _temporaries(buffers, donated, kept)) + ahead, outputs)
 
 
 def _temporaries(buffers: Buffers, donated: Mapping[int, int], kept: set[int]) -> int:
@@ -55,7 +61,7 @@ def _temporaries(buffers: Buffers, donated: Mapping[int, int], kept: set[int]) -
     kept = kept | {id(b) for b in _in_place(buffers, donated)}
     made: dict[int, list[Buffer]] = defaultdict(list)
     freed: dict[int, list[Buffer]] = defaultdict(list)
-    for buffer in buffers.made:
+    for buffer in (*buffers.made, *(buffers.inputs[i] for i in buffers.hosted)):
         if buffer.written and buffer.nbytes and id(buffer) not in kept:
             made[buffer.made].append(buffer)
             freed[buffer.last].append(buffer)

@@ -31,6 +31,11 @@ class Leaf:
     bytes_before: int  # per replica
     bytes_after: int
     reason: str
+    memory: str = "device"  # or "pinned_host": optimizer state that rests in the memory of the host
+
+    def sharding(self, mesh: Any) -> NamedSharding:
+        """How the array that holds it is distributed over devices."""
+        return NamedSharding(mesh, self.spec, memory_kind=None if self.memory == "device" else self.memory)
 
 
 @dataclass(frozen=True)
@@ -129,8 +134,14 @@ class Plan:
     update: tuple[Line, ...] = ()  # the update, equation by equation
     engine: str = "rewrite"  # or "annotate": XLA partitions the step; its collectives are known once it is compiled
     why_engine: str = "as asked"
+    why_offload: str = ""  # what rests in host memory, and why; or why nothing does although that was asked for
     shardings: Any = field(default=None, compare=False, repr=False)  # pytree like (args, kwargs) of NamedSharding
     structure: Any = field(default=None, compare=False, repr=False)  # of each argument: treedef, values and paths
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes per replica that rest in the memory of the host."""
+        return sum(leaf.bytes_after for leaf in self.leaves if leaf.memory != "device")
 
     @property
     def fits(self) -> bool:
@@ -153,6 +164,7 @@ class Plan:
         data = {name: value for name, value in self.__dict__.items() if name not in ("shardings", "structure")}
         data["auxiliary_share"] = self.auxiliary_share
         data["fits"] = self.fits
+        data["host_bytes"] = self.host_bytes
         return json.dumps(data, default=_plain, indent=1)
 
     def to_html(self, path: str | os.PathLike[str], title: str = "shardstep report", notes: Sequence[str] = ()) -> None:
@@ -191,7 +203,7 @@ class Plan:
     def sharding(self, leaf: Leaf) -> NamedSharding:
         """How the array that holds this leaf is distributed over devices."""
         mesh = next(x.mesh for _, values, _ in self.structure for x in values if isinstance(x, NamedSharding))
-        return NamedSharding(mesh, leaf.spec)
+        return leaf.sharding(mesh)
 
     def _repr_html_(self) -> str:
         """How a notebook shows the plan."""

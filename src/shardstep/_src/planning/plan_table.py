@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from .engines import enough
 from .formatting import array, count, duration, size
-from .plan import Owned, Plan, Total
+from .host_memory import REFUSED
+from .plan import Leaf, Owned, Plan, Total
 
 
 def _change(total: Total) -> str:
@@ -26,7 +27,7 @@ def too_large(plan: Plan) -> str:
     """How much memory is missing, and what would help; empty if the plan fits."""
     if plan.fits or plan.memory is None:
         return ""
-    state = sum(leaf.bytes_after for leaf in plan.leaves if leaf.role != "batch")
+    state = sum(leaf.bytes_after for leaf in plan.leaves if leaf.role != "batch" and leaf.memory == "device")
     said = (
         f"the step needs {size(plan.peak_bytes.sharded)} per device, {size(plan.missing_bytes)} more than the"
         f" {size(plan.memory)} there are"
@@ -34,6 +35,8 @@ def too_large(plan: Plan) -> str:
     helps = []
     if plan.weights == "replicated":
         helps.append('weights="sharded"')
+    if plan.why_offload == REFUSED:
+        helps.append("Options(offload=None), which lets optimizer state rest in the host's memory")
     if plan.group < plan.replicas:
         helps.append(f"group={plan.replicas}")
     if state > plan.memory:
@@ -61,6 +64,13 @@ def _limit(plan: Plan) -> str:
     return "" if plan.memory is None else f" of {size(plan.memory)} per device"
 
 
+def _hosted(plan: Plan) -> list[str]:
+    """Optimizer state that rests in the host's memory; or why none does although that was asked for."""
+    if not plan.why_offload:
+        return []
+    return [f"  host memory       {size(plan.host_bytes)} per replica ({plan.why_offload})"]
+
+
 def _gathered(plan: Plan) -> list[str]:
     """What is listed at the end is announced at the beginning."""
     if not plan.fallbacks:
@@ -75,7 +85,7 @@ def table(plan: Plan) -> str:
     for leaf in plan.leaves:
         shape = array(leaf.dtype, leaf.shape)
         change = f"{size(leaf.bytes_before)} -> {size(leaf.bytes_after)}"
-        rows.append((leaf.path, shape, leaf.role, leaf.layout, change, leaf.reason))
+        rows.append((leaf.path, shape, leaf.role, leaf.layout, change, leaf.reason + _where(leaf)))
     if plan.replicas == 1:
         return "\n".join([*_alone(plan), "", *_table(rows)])
     lines = [*_headline(plan), "", *_table(rows), "", "collectives"]
@@ -127,9 +137,14 @@ def _headline(plan: Plan) -> list[str]:
         *_busy(plan),
         f"  update work       {plan.update_flops.replicated:.3g} -> {plan.update_flops.sharded:.3g} elements",
         f"  engine            {plan.engine} ({plan.why_engine})",
+        *_hosted(plan),
         *(f"  note              {note}" for note in plan.notes),
         *_gathered(plan),
     ]
+
+
+def _where(leaf: Leaf) -> str:
+    return "" if leaf.memory == "device" else "; in host memory"
 
 
 def _owner(o: Owned) -> str:

@@ -24,9 +24,11 @@ from ..rules.contract import filled
 from . import control_flow
 from .blocks import block_of
 from .collectives import convert, varying
+from .host_memory import Stream
 from .packing import transfer
 
 NO_HINTS: Mapping[Atom, Kept] = {}
+NOTHING: Mapping[int, int] = {}
 
 
 def run(
@@ -34,11 +36,12 @@ def run(
     arrays: Sequence[Any],
     constants: Sequence[Any] | None = None,
     kept: Mapping[Atom, Kept] = NO_HINTS,
+    hosted: Mapping[int, int] = NOTHING,
 ) -> list[Any]:
     """The schedule's outputs on this replica, from this replica's blocks of its inputs.
 
     `constants` stand in for the program's own, which would otherwise be compiled into it. `kept` says which values lie
-    in parts along axes that are not ours.
+    in parts along axes that are not ours, `hosted` which inputs are in host memory, and what replaces them.
     """
     axes = schedule.axes
     env: dict[tuple[Var, Layout], Any] = {}
@@ -64,19 +67,21 @@ def run(
         write(var, layout, array)
     for i, (var, value) in enumerate(schedule.program.constants):
         write(var, whole(axes), value if constants is None else constants[i])
-    for step, bundles in zip(schedule.steps, schedule.transfers, strict=False):
+    stream = Stream(schedule, hosted)
+    for k, (step, bundles) in enumerate(zip(schedule.steps, schedule.transfers, strict=False)):
+        stream.fetch(k, env)
         with compat.at_source(step.equation.sources):
             move(bundles)
             operands = [read(a, layout) for a, layout in zip(step.equation.inputs, step.operands, strict=True)]
             results = _results(step, operands, axes)
         for var, layout, value in zip(step.equation.outputs, step.results, results, strict=True):
             write(var, layout, value)
+        stream.send(k, env)
+    stream.fetch(len(schedule.steps), env)
     env.update(_all_made(schedule.transfers[-1], env, axes))
     move(schedule.transfers[-1])
-    return [
-        _typed(read(atom, layout), layout, axes)
-        for atom, layout in zip(schedule.program.outputs, schedule.outputs, strict=True)
-    ]
+    outputs = zip(schedule.program.outputs, schedule.outputs, strict=True)
+    return stream.finish([_typed(read(atom, layout), layout, axes) for atom, layout in outputs])
 
 
 def _all_made(

@@ -14,7 +14,7 @@ from ..capture.arguments import Call, shape_of
 from ..capture.step import Captured
 from ..core import compat, meshes, trees, user_shardings
 from ..core.errors import ShardstepError
-from ..core.execution import Execution
+from ..core.execution import HOST, Execution
 from ..core.layout import Axis, Layout, Varying, padded_shape, partition_spec, show
 from ..core.options import Options
 from ..machine.replicas import Replicas
@@ -94,7 +94,7 @@ class Rewritten:
     def _without_padding(self, outputs: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         """The same arrays with zeros in their padding."""
         clean = list(outputs)
-        for o in self.padded_outputs:
+        for o in set(self.padded_outputs) - set(self.execution.hosted.values()):
             clean[o] = fitted(outputs[o], self.captured.program.outputs[o].array.shape, outputs[o].shape, afresh=True)
         return tuple(clean)
 
@@ -108,7 +108,12 @@ class Rewritten:
         if explicit and calls_host(self.captured.program):  # JAX wants one mesh for a program that calls the host
             self._retyped = [NamedSharding(explicit, spec) for spec in returned_specs]
             mesh = self.mesh
-        return tuple(NamedSharding(mesh, spec) for spec in returned_specs) if mesh else None
+        if mesh is None and not self.execution.hosted:
+            return None
+        kinds = dict.fromkeys(self.execution.hosted.values(), HOST)
+        return tuple(
+            NamedSharding(mesh or self.mesh, spec, memory_kind=kinds.get(o)) for o, spec in enumerate(returned_specs)
+        )
 
     @functools.cached_property
     def constants(self) -> list[jax.Array]:
@@ -216,8 +221,12 @@ def _at_rest(
     resting = map(user_shardings.joined, specs, captured.kept)
     inputs = zip(captured.paths, resting, captured.program.inputs, execution.inputs, strict=True)
     return [
-        Resting(path, NamedSharding(replicas.mesh, spec), _held(var.array.shape, layout))
-        for path, spec, var, layout in inputs
+        Resting(
+            path,
+            NamedSharding(replicas.mesh, spec, memory_kind=HOST if i in execution.hosted else None),
+            _held(var.array.shape, layout),
+        )
+        for i, (path, spec, var, layout) in enumerate(inputs)
     ]
 
 
@@ -245,7 +254,7 @@ def _held(shape: tuple[int, ...], layout: Layout) -> tuple[int, ...] | None:
 
 def _replica(execution: Execution, gathered: AbstractSet[int], count: int, *blocks: jax.Array) -> tuple[jax.Array, ...]:
     """What one replica does."""
-    outputs = interpreter.run(execution.schedule, blocks[:count], blocks[count:], execution.kept)
+    outputs = interpreter.run(execution.schedule, blocks[:count], blocks[count:], execution.kept, execution.hosted)
     outputs = [in_place.rewritten(x) if o in gathered else x for o, x in enumerate(outputs)]
     return tuple(
         x[None] if any(isinstance(p, Varying) for p in layout) and x.ndim == 0 else x
