@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_replica.py --out results/gpu          # one GPU, about seven minutes
     python benchmarks/gpu_replica.py --workload scanned --replicas 8 --out results/gpu  # layers that are scanned
+    python benchmarks/gpu_replica.py --workload offload --rounds 2 --steps 1 --out results/gpu  # 78 billion parameters
     python benchmarks/gpu_replica.py --claim --out results/gpu  # SGD and momentum: does Adam cost what they cost?
     python benchmarks/gpu_replica.py --smoke --out /tmp/smoke   # tiny sizes on simulated CPU devices
 
@@ -28,7 +29,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
 ADAM = [
@@ -39,6 +40,7 @@ ADAM = [
     ("scanned", 8, "adamw"),
     ("scanned", 64, "adamw"),
 ]
+LARGE = [("offload", 8, "adamw")]  # only if asked for: it fills the device
 CLAIM = [("six", 8, "sgd"), ("six", 8, "momentum"), ("transformer", 8, "sgd"), ("transformer", 8, "momentum")]
 
 
@@ -55,7 +57,7 @@ def main() -> None:
     started, results = time.monotonic(), []
     groups = [
         group
-        for group in (CLAIM if args.claim else ADAM)
+        for group in (LARGE if args.only == "offload" else CLAIM if args.claim else ADAM)
         if args.only in (None, group[0]) and args.replicas in (None, group[1])
     ]
     for i, (workload, replicas, optimizer) in enumerate(groups):
@@ -116,13 +118,14 @@ def table(result: dict[str, Any]) -> str:
         f"{result['workload']}, {result['optimizer']}, one replica of {result['replicas']} ({result['seconds']} s)"
     ]
     for name, m in result.get("variants", {}).items():
-        if "failure" in m:
+        if "argument_bytes" not in m:
             lines.append(f"  {name:22s} {m['failure'][:200]}")
             continue
         lines.append(
             f"  {name:22s} {m.get('step_ms', float('nan')):8.2f} ms  arguments {m['argument_bytes'] / 1e9:6.2f} GB"
             f"  temporaries {m['temporary_bytes'] / 1e9:6.2f} GB  wire {m['wire_bytes'] / 1e9:6.2f} GB"
-            f"  compile {m['compile_s']:5.1f} s  {m['collectives']}"
+            f"  host {m.get('host_bytes', 0) / 1e9:6.2f} GB  compile {m['compile_s']:5.1f} s  {m['collectives']}"
+            f"  {m.get('failure', '')[:120]}"
         )
     if result["failure"]:
         lines.append(f"  FAILED: {result['failure']}")
@@ -142,6 +145,7 @@ class Workload:
     loss: Callable[..., Any] | None = (
         None  # (params, batch, gathered) -> loss, where it can be written by hand (`expert`)
     )
+    variants: tuple[str, ...] = ()  # those worth trying; all of them if none is named
 
 
 def child(name: str, replicas: int, optimizer: str, args: argparse.Namespace) -> None:
@@ -173,7 +177,8 @@ def child(name: str, replicas: int, optimizer: str, args: argparse.Namespace) ->
         found.write_text(json.dumps(result, indent=1))
 
     for variant, build in VARIANTS.items():
-        if variant == "expert" and workload.loss is None:
+        wanted = workload.variants or tuple(v for v in VARIANTS if v != "shardstep-offload")
+        if variant not in wanted or (variant == "expert" and workload.loss is None):
             continue
         try:
             started = time.monotonic()
@@ -218,6 +223,7 @@ def inspect(step: Any, workload: Workload, shardings: Any, batch: Any) -> tuple[
         "temporary_bytes": memory.temp_size_in_bytes,
         "output_bytes": memory.output_size_in_bytes,
         "aliased_bytes": memory.alias_size_in_bytes,
+        "host_bytes": memory.host_argument_size_in_bytes,
         "wire_bytes": wire_bytes(found),
         "collectives": counts(found),
         "wire_dtypes": sorted({f"{c.kind} {c.dtype}" for c in found}),
@@ -273,11 +279,11 @@ def fill(shapes: Any, shardings: Any) -> Any:
         ramp = jax.lax.broadcasted_iota(jnp.float32, x.shape, x.ndim - 1) if x.ndim else jnp.float32(1)
         return (0.02 * jnp.abs(jnp.sin(ramp * (i + 1)))).astype(x.dtype)
 
-    def create() -> Any:
-        leaves, treedef = jax.tree.flatten(shapes)
-        return jax.tree.unflatten(treedef, [values(i, x) for i, x in enumerate(leaves)])
-
-    return jax.jit(create, out_shardings=shardings)()
+    leaves, treedef = jax.tree.flatten(shapes)
+    made = []  # one by one: those that rest in host memory need never be on the device together
+    for i, (x, sharding) in enumerate(zip(leaves, jax.tree.leaves(shardings), strict=True)):
+        made.append(jax.block_until_ready(jax.jit(lambda i=i, x=x: values(i, x), out_shardings=sharding)()))
+    return jax.tree.unflatten(treedef, made)
 
 
 def examples(shape: Any, sharding: Any) -> Any:
@@ -378,14 +384,36 @@ def transformer(replicas: int, optimizer: str, smoke: bool) -> Workload:
     return training(loss, params, optimizer, tokens)
 
 
+class Sizes(NamedTuple):
+    width: int
+    layers: int
+    heads: int
+    vocabulary: int
+    length: int
+    examples: int  # per replica
+
+
 def scanned(replicas: int, optimizer: str, smoke: bool) -> Workload:
     """1.3 billion parameters in 24 layers that are stacked and scanned, each under `jax.checkpoint`; f32 weights, bf16
     products; four sequences of 1024 per replica."""
+    return decoder(replicas, optimizer, Sizes(64, 4, 4, 512, 32, 4) if smoke else Sizes(2048, 24, 16, 32000, 1024, 4))
+
+
+def offload(replicas: int, optimizer: str, smoke: bool) -> Workload:
+    """The same model with 78 billion parameters: a share of one in eight has 39 GB of weights, as much of gradients and
+    twice as much of moments, which is more than the device has."""
+    sizes = Sizes(64, 4, 4, 512, 32, 1) if smoke else Sizes(8192, 96, 64, 32000, 1024, 1)
+    variants = ("shardstep-offload", "fsdp", "shardstep-sharded")
+    return replace(decoder(replicas, optimizer, sizes), variants=variants)
+
+
+def decoder(replicas: int, optimizer: str, sizes: Sizes) -> Workload:
+    """A decoder-only transformer."""
     import jax
     import jax.numpy as jnp
     import optax
 
-    width, layers, heads, vocabulary, length = (64, 4, 4, 512, 32) if smoke else (2048, 24, 16, 32000, 1024)
+    width, layers, heads, vocabulary, length, count = sizes
 
     def read(w: jax.Array) -> jax.Array:
         return w.astype(jnp.bfloat16)
@@ -420,11 +448,11 @@ def scanned(replicas: int, optimizer: str, smoke: bool) -> Workload:
         "mlp_norm": weight(layers, width),
     }
     params = {"embed": weight(vocabulary, width), "norm": weight(width), "layers": stack}
-    tokens = jax.ShapeDtypeStruct((4 * replicas, length + 1), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((count * replicas, length + 1), jnp.int32)
     return replace(training(loss, params, optimizer, tokens), loss=loss)
 
 
-WORKLOADS = {"six": six, "transformer": transformer, "scanned": scanned}
+WORKLOADS = {"six": six, "transformer": transformer, "scanned": scanned, "offload": offload}
 
 
 # --- variants: the step, how its state rests, how its batch lies ----------------------------------------------------
@@ -504,11 +532,12 @@ def expert(workload: Workload, mesh: Any) -> tuple[Any, Any, Any]:
     return jax.jit(spread, donate_argnums=0), shardings, named(mesh, "data")
 
 
-def sharded(weights: str) -> Callable[..., Any]:
+def sharded(weights: str, **options: Any) -> Callable[..., Any]:
     def build(workload: Workload, mesh: Any) -> tuple[Any, Any, Any]:
         import shardstep
 
-        step = shardstep.shard(workload.step, mesh, weights=weights, batch_argnums=1)
+        chosen = shardstep.Options(**options)
+        step = shardstep.shard(workload.step, mesh, weights=weights, batch_argnums=1, options=chosen)
         plan = step.plan((workload.params, workload.moments), workload.batch)
         (state, batch), _ = plan.shardings
         return step, state, batch
@@ -530,6 +559,7 @@ VARIANTS = {
     "shardstep": sharded("replicated"),
     "shardstep-sharded": sharded("sharded"),
     "shardstep-auto": sharded("auto"),
+    "shardstep-offload": sharded("sharded", offload=True),  # where the optimizer's state does not fit
 }
 
 
