@@ -763,6 +763,44 @@ def equinox_mlp(batch: int = 8) -> Program:
     return Program(step, (model, opt_state), batches, batch_argnums=(2,), jit=eqx.filter_jit)
 
 
+class Scaled(eqx.Module):
+    """Fields that are numbers: hyperparameters, a shape, and a rate inside a layer."""
+
+    body: eqx.nn.Linear
+    head: eqx.nn.Linear
+    dropout: eqx.nn.Dropout
+    groups: int
+    temperature: float
+
+    def __call__(self, x, key):
+        hidden = jax.nn.relu(self.body(x)).reshape(self.groups, -1)
+        hidden = self.dropout(hidden / jnp.linalg.norm(hidden, axis=1, keepdims=True), key=key)
+        return self.head(hidden.reshape(-1)) / self.temperature
+
+
+@entry
+def equinox_numbers(batch: int = 8) -> Program:
+    """A module with floats and integers among its leaves, under `eqx.filter_jit`: none of them is trained."""
+    body, head = (eqx.nn.Linear(128, n, key=key) for n, key in zip((128, 10), keys(0, 2), strict=True))
+    model = Scaled(body, head, eqx.nn.Dropout(0.1), groups=4, temperature=0.5)
+    tx = optax.adam(1e-3)
+
+    @eqx.filter_jit
+    def step(model, opt_state, batch, key):
+        @eqx.filter_value_and_grad
+        def loss_fn(model):
+            one_each = jax.random.split(key, batch["label"].shape[0])
+            return cross_entropy(jax.vmap(model)(batch["x"], one_each), batch["label"])
+
+        loss, grads = loss_fn(model)
+        updates, opt_state = tx.update(grads, opt_state, eqx.filter(model, eqx.is_inexact_array))
+        return eqx.apply_updates(model, updates), opt_state, loss
+
+    opt_state = tx.init(eqx.filter(model, eqx.is_inexact_array))
+    batches = tuple(zip(vectors(batch), keys(3), strict=True))
+    return Program(step, (model, opt_state), batches, batch_argnums=(2,), jit=lambda step: step)
+
+
 @entry
 def haiku_mlp(batch: int = 8) -> Program:
     """Haiku with dropout; the step's key is an argument."""
@@ -863,6 +901,47 @@ def loss_scaling(batch: int = 8) -> Program:
         return {**kept, "scale": scale}, {"loss": loss, "finite": finite}
 
     return of_one_argument(step, {"params": params, "opt": tx.init(params), "scale": jnp.float32(512)}, vectors(batch))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LossScale:
+    """A scale that looks at its children when it is rebuilt, as jmp.DynamicLossScale does."""
+
+    value: jax.Array
+    counter: jax.Array
+
+    def __post_init__(self):
+        assert self.value.ndim == 0 and self.counter.dtype == jnp.int32, "a scale is made of two scalars"
+
+    def adjusted(self, finite) -> LossScale:
+        grown = jnp.where(self.counter == 1, self.value * 2, self.value)
+        return LossScale(jnp.where(finite, grown, self.value / 2), jnp.where(finite, (self.counter + 1) % 2, 0))
+
+
+@entry
+def loss_scale_object(batch: int = 8) -> Program:
+    """The scale is a node of the state with checks of its own; gradients that overflow are skipped by a branch."""
+    params, tx = mlp_params(), optax.adam(1e-3)
+
+    def step(state, scale, batch):
+        def loss_fn(params):
+            return cross_entropy(mlp(params, batch["x"]), batch["label"]) * scale.value
+
+        loss, grads = jax.value_and_grad(loss_fn)(state["params"])
+        grads = jax.tree.map(lambda g: g / scale.value, grads)
+        finite = jnp.all(jnp.array([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]))
+
+        def apply(state):
+            updates, opt = tx.update(grads, state["opt"], state["params"])
+            return {"params": optax.apply_updates(state["params"], updates), "opt": opt}
+
+        state = lax.cond(finite, apply, lambda state: state, state)
+        return state, scale.adjusted(finite), loss / scale.value
+
+    scale = LossScale(jnp.float32(512), jnp.int32(0))
+    batches = tuple((b,) for b in vectors(batch))
+    return Program(step, ({"params": params, "opt": tx.init(params)}, scale), batches, batch_argnums=(2,))
 
 
 @entry
@@ -1122,6 +1201,32 @@ def generator_step(batch: int = 8) -> Program:
 
     batches = tuple((mlp_params((128, 64, 1)), key) for key in keys(5))
     return Program(step, (momentum_state(mlp_params((64, 128, 128))),), batches, batch_argnums=())
+
+
+@entry
+def dcgan(batch: int = 8) -> Program:
+    """The generator's half of a DCGAN: the frozen discriminator is convolutions and normalizes over the batch."""
+    k1, k2, k3, k4 = keys(0, 4)
+    params = {"seed": dense_init(k1, 32, 4 * 4 * 32), "up": normal(k2, 4, 4, 32, 1) / 8}
+    frozen = {"down": normal(k3, 4, 4, 1, 16) / 4, "out": dense_init(k4, 4 * 4 * 16, 1)}
+    layout = ("NHWC", "HWIO", "NHWC")
+
+    def generate(params, noise):
+        small = jax.nn.relu((noise @ params["seed"]).reshape(-1, 4, 4, 32))
+        return jnp.tanh(lax.conv_transpose(small, params["up"], (2, 2), "SAME", dimension_numbers=layout))
+
+    def judge(frozen, image):
+        hidden = lax.conv_general_dilated(image, frozen["down"], (2, 2), "SAME", dimension_numbers=layout)
+        hidden = (hidden - hidden.mean((0, 1, 2))) * lax.rsqrt(hidden.var((0, 1, 2)) + 1e-3)
+        return jax.nn.leaky_relu(hidden).reshape(len(image), -1) @ frozen["out"]
+
+    def step(state, discriminator, noise):
+        return momentum_step(
+            state, lambda params: -jnp.mean(jax.nn.log_sigmoid(judge(discriminator, generate(params, noise))))
+        )
+
+    batches = tuple((frozen, normal(key, batch, 32)) for key in keys(4))
+    return Program(step, (momentum_state(params),), batches, batch_argnums=(2,))
 
 
 @entry
