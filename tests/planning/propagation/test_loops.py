@@ -704,18 +704,40 @@ def own_loss(params, batch):
     return lax.while_loop(lambda r: loss(params, batch) * r > 0.1, lambda r: r / 2, jnp.float32(1))
 
 
-@pytest.mark.parametrize("nested", [False, True])
-def test_a_predicate_that_differs_between_replicas(nested):
+def trained_at_own_rate(rate_of, nested=False):
     def gradients(params, batch):
         def scaled(batch):
-            rate = own_loss(params, batch)
+            rate = rate_of(params, batch)
             return jax.tree.map(lambda g: rate * g, jax.value_and_grad(loss)(params, batch))
 
         found = lax.map(scaled, microbatches(batch, 2)) if nested else scaled(batch)
         return lax.pmean(jax.tree.map(lambda x: x.mean(0), found) if nested else found, "batch")
 
-    with pytest.raises(shardstep.ShardstepError, match="leave the loop at different times"):
-        planned(trained(gradients), 8, axis_name="batch")
+    return trained(gradients)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_replicas_may_leave_a_loop_at_different_times(nested):
+    """As under `pmap`: nobody waits for anybody inside it."""
+    case = trained_at_own_rate(own_loss, nested)
+    sharded = shardstep.shard(case.step, mesh_of(8), axis_name="batch")
+    mapped = {"in_specs": (PartitionSpec(), PartitionSpec("batch")), "out_specs": PartitionSpec(), "check_vma": False}
+    plain = jax.jit(jax.shard_map(case.step, mesh=mesh_of(8, "batch"), **mapped))
+    assert_same(sharded(case.state, *case.calls[0]), plain(case.state, *case.calls[0]))
+
+
+@pytest.mark.parametrize("where", ["in the test", "in the body"])
+def test_a_predicate_that_differs_between_replicas_that_communicate(where):
+    def rate(params, batch):
+        mine = loss(params, batch)
+        if where == "in the test":
+            return lax.while_loop(
+                lambda r: lax.ppermute(mine * r, "batch", [(0, 1), (1, 0)]) > 0.1, lambda r: r / 2, 1.0
+            )
+        return lax.while_loop(lambda r: mine * r > 0.1, lambda r: r / 2 + 0 * lax.pmean(r, "batch"), 1.0)
+
+    with pytest.raises(shardstep.ShardstepError, match=r"leave the loop at different times, and it communicates \(p"):
+        planned(trained_at_own_rate(rate), 2, axis_name="batch")
 
 
 def test_a_predicate_on_reduced_values_is_no_error():

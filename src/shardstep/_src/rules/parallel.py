@@ -105,6 +105,7 @@ def _other_axes(site: Site) -> bool:
 _P = compat.primitives
 
 AS_WRITTEN = frozenset(_P("ppermute all_to_all reduce_scatter ragged_all_to_all pbroadcast"))
+COMMUNICATING = AS_WRITTEN | frozenset(_P("psum psum_invariant pmax pmin all_gather all_gather_invariant"))
 
 register(reduction("add"), *_P("psum psum_invariant"), per_replica=True)
 register(reduction("max"), *_P("pmax"), per_replica=True)

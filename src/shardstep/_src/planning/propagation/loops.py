@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ...core import compat
@@ -25,6 +25,7 @@ from ...core.layout import (
 )
 from ...core.program import Atom, Equation, Program, Var
 from ...core.schedule import NO_PREFERENCE, Preference, Ruling, Schedule, Step
+from ...rules.parallel import COMMUNICATING
 from .boundary import Boundary
 from .carries import Loop, LoopInput, Walk
 
@@ -133,10 +134,7 @@ def _until_done(loop: Loop, test: Program, consts: Sequence[Layout]) -> tuple[li
     carry, inside = loop.settle()
     found = test_of(carry, None).outputs[0]
     if any(isinstance(p, Varying) for p in found):
-        raise PredicateVaries(
-            f"the predicate of the while loop at {loop.equation.line} depends on data of one replica, so replicas would"
-            " leave the loop at different times. Reduce what it reads first, e.g. with lax.pmax(x, axis_name)."
-        )
+        return _each_until_done(loop, test_of)
     if not test.outputs[0].array.shape:
         return carry, test_of(carry, everything), inside
     found = tuple(p if isinstance(p, Split) and p.outer == 1 else REPLICATED for p in found)
@@ -150,6 +148,25 @@ def _until_done(loop: Loop, test: Program, consts: Sequence[Layout]) -> tuple[li
             return carry, predicate, inside
     carry, inside = loop.whole()
     return carry, test_of(carry, everything), inside
+
+
+def _each_until_done(
+    loop: Loop, test_of: Callable[[Sequence[Layout], Layout | None], Schedule]
+) -> tuple[list[Layout], Schedule, Schedule]:
+    """The same in a step per replica, with a test of the replica's own: they must not wait for each other inside."""
+    own: Layout = (Varying(),) * len(loop.walk.axes)
+    carry, inside = replace(loop, entering=(own,) * len(loop.init)).settle()
+    predicate = test_of(carry, None)
+    written = (e for body in loop.equation.bodies for e in body.walk() if e.primitive in COMMUNICATING)
+    if sent := next((f"{e.primitive} at {e.line}" for e in written), ""):
+        sent = f" ({sent})"
+    elif not inside.collectives and not predicate.collectives:
+        return carry, predicate, inside
+    raise PredicateVaries(
+        f"the predicate of the while loop at {loop.equation.line} depends on data of one replica, so replicas would"
+        f" leave the loop at different times, and it communicates{sent}. Reduce what the predicate reads first, e.g."
+        " with lax.pmax(x, axis_name)."
+    )
 
 
 # -- branches -----------------------------------------------------------------------------------------------------
