@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from cell import KEEP_MEMORY
+from recorded import revision
 from rich.console import Console
 from rich.table import Table
 from turns import Group, GroupError, Turn, free_port, groups
@@ -237,7 +238,11 @@ def row(m: Measured, args: argparse.Namespace) -> dict[str, Any]:
         "steps": len(times),
         "loss": m.first_losses[-1] if m.first_losses else None,
         "error": m.error or None,
-        "date": now(),
+        "settings": {"malloc": args.malloc, "pinned": args.pin, "rounds": args.rounds, "steps": args.steps},
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": {"platform": platform.platform(), "processor": processor(), "cores": os.cpu_count()},
+        "versions": {"python": platform.python_version(), **m.facts.get("versions", {})},
+        **revision("torch"),
     }
 
 
@@ -269,27 +274,14 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
     return result
 
 
-def now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-
-
 def write(path: Path, found: Sequence[Measured], args: argparse.Namespace) -> None:
     """What was measured takes the place of what the file holds for the same variants and sizes; the rest stays."""
     new = [row(m, args) for m in found]
-    versions: dict[str, str] = {"python": platform.python_version()}
-    for m in found:
-        versions.update(m.facts.get("versions", {}))
-    old = json.loads(path.read_text()) if path.exists() else {"versions": {}, "rows": []}
+    old = json.loads(path.read_text()) if path.exists() else []
     measured = {(r["workload"], r["devices"], r["variant"]) for r in new}
-    kept = [r for r in old["rows"] if (r["workload"], r["devices"], r["variant"]) not in measured]
+    kept = [r for r in old if (r["workload"], r["devices"], r["variant"]) not in measured]
     order = [v.name for v in VARIANTS]
-    result = {
-        "machine": {"platform": platform.platform(), "processor": processor(), "cores": os.cpu_count()},
-        "versions": {**old["versions"], **versions},
-        "date": now(),
-        "settings": {"malloc": args.malloc, "pinned": args.pin, "rounds": args.rounds, "steps": args.steps},
-        "rows": sorted(kept + new, key=lambda r: (r["workload"], r["devices"], order.index(r["variant"]))),
-    }
+    result = sorted(kept + new, key=lambda r: (r["workload"], r["devices"], order.index(r["variant"])))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -56,7 +56,7 @@ def measure(workload: str, optimizer: str, mesh: Any, steps: int, variants: Sequ
 
     chosen = WORKLOADS[workload](mesh.size, optimizer)
     jax.eval_shape(chosen.step, jax.eval_shape(chosen.init), chosen.batch)  # what JAX caches of tracing, all find alike
-    contenders = [VARIANTS[name](chosen, mesh) for name in variants or variants_for(optimizer)]
+    contenders = [VARIANTS[name](chosen, mesh) for name in variants or variants_for(chosen)]
     contenders.append(forward_backward(chosen, mesh))
     say = lambda text: print(f"  {text}", file=sys.stderr, flush=True)  # noqa: E731
     found = {m.contender: m for m in measure(contenders, steps, say=say)}

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+from recorded import stamp
 
 import shardstep
 
@@ -121,7 +122,8 @@ def main():
     for what, seconds in medians.items():
         print(f"  {what:30s} {seconds:6.2f} s")
     if options.json:
-        options.json.write_text(json.dumps({"bytes": nbytes, "jax": jax.__version__, "rounds": rounds}, indent=1))
+        about = {"bytes": nbytes, **stamp("checkpoints")}
+        options.json.write_text(json.dumps([{**about, **seconds} for seconds in rounds], indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from recorded import RESULTS, Row, cells, read
 
@@ -65,9 +65,9 @@ def on_cpu(rows: list[Row]) -> Iterator[tuple[Where, Cost]]:
             yield where, Cost(row["step_ms"], row["peak_bytes"])
 
 
-def on_tpu(found: Any) -> Iterator[tuple[Where, Cost]]:
+def on_tpu(found: list[Row]) -> Iterator[tuple[Where, Cost]]:
     """Time is the compiler's estimate of the cycles of everything but collectives."""
-    for row in found["rows"] if found else ():
+    for row in found:
         cycles = row["cycles_update"] + row["cycles_copies"] + row["cycles_rest"]
         variant = NAMES.get(row["variant"], row["variant"])
         yield (f"TPU {row['topology']}", row["workload"], variant, row["optimizer"]), Cost(cycles, row["peak_mb"])

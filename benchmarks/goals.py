@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from recorded import FACTOR, RESULTS, Key, Row, cells, read, update_bound
 from scaling import fit, sizes
@@ -118,8 +117,8 @@ def no_more_bytes(measured: Measured) -> Found:
             yield f"{key}, {variant}: {ratio:.4f} of replicated", ratio <= 1.0 + 1e-3  # norms are sums of their own
 
 
-def torch(found: Any) -> Found:
-    rows = [row for row in (found["rows"] if found else ()) if row["step_ms"] is not None]
+def torch(found: list[Row]) -> Found:
+    rows = [row for row in found if row["step_ms"] is not None]
     for devices in sorted({row["devices"] for row in rows}):
         here = [row for row in rows if row["devices"] == devices]
         ours = next((row for row in here if row["variant"] == "shardstep"), None)

@@ -2,17 +2,21 @@
 
 Most optimizers are elementwise: on a shard they run as they are. What takes norms must add them up over the replicas.
 Adafactor keeps row and column means of whole matrices; nobody writes that on shards by hand in an afternoon, so there
-is no expert's version of it.
+is no expert's version of it. Muon and Shampoo work on whole matrices: those of the layers; the rest (embeddings, norms)
+is AdamW's. The expert gives every replica whole matrices of its own (`owned` in variants.py).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import matrix_zoo
 import optax
+import optax.contrib
 
 Transformation = optax.GradientTransformation
 Split = Sequence[bool]  # for each weight: does a replica hold only a part of it?
@@ -62,6 +66,28 @@ def trust_shards(split: Split, axis: str) -> Transformation:
 
 RATE = 1e-3
 
+# For one matrix: what an expert applies to those that a replica owns.
+MATRIX_OPTIMIZERS: dict[str, Callable[[], Transformation]] = {
+    "muon": lambda: optax.contrib.muon(RATE),
+    "shampoo": lambda: matrix_zoo.transformation("shampoo_eigh", RATE),
+}
+
+
+def of_matrices(params: optax.Params) -> list[bool]:
+    """Which weights are matrices of layers."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return ["layers" in jax.tree_util.keystr(path) and leaf.ndim == 2 for path, leaf in leaves]
+
+
+def _matrices_and_rest(name: str) -> Transformation:
+    def labels(params: optax.Params) -> optax.Params:
+        return jax.tree.unflatten(
+            jax.tree.structure(params), [name if matrix else "rest" for matrix in of_matrices(params)]
+        )
+
+    return optax.multi_transform({name: MATRIX_OPTIMIZERS[name](), "rest": optax.adamw(RATE)}, labels)
+
+
 OPTIMIZERS = {
     "sgd": elementwise(lambda: optax.sgd(RATE)),
     "momentum": elementwise(lambda: optax.sgd(RATE, momentum=0.9)),
@@ -80,4 +106,5 @@ OPTIMIZERS = {
         ),
     ),
     "adafactor": Optimizer(lambda: optax.adafactor(RATE), None),
+    **{name: Optimizer(functools.partial(_matrices_and_rest, name), None) for name in MATRIX_OPTIMIZERS},
 }

@@ -27,7 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import goals
-from recorded import RESULTS, Row, cells, kind, read
+import history
+from recorded import RESULTS, Row, cells, keep, kind, read, revision
 
 HERE = Path(__file__).resolve().parent
 
@@ -51,6 +52,13 @@ FULL = (
     # scaling with the number of replicas, and with the model
     *(Cell("transformer-42m", "adamw+clip", devices) for devices in (1, 2, 4)),
     *(Cell(f"transformer-{width}", "adamw+clip") for width in (256, 512, 768)),
+    # what large users run: layers that are scanned, matrix optimizers, experts, accumulation
+    Cell("scanned-gpt", "adamw+clip"),
+    Cell("scanned-gpt", "sgd", steps=6),
+    Cell("transformer-512", "muon", steps=6),
+    Cell("transformer-256", "shampoo", steps=5),
+    Cell("mixture", "adam"),
+    Cell("accumulating", "adam", steps=6),
     # other models, each with the optimizer that it is trained with
     Cell("gpt2-small", "adamw+clip", devices=4, steps=6),
     Cell("bert-small", "lamb"),
@@ -66,8 +74,9 @@ FULL = (
 QUICK = (
     Cell("mlp-4x1024", "adam", steps=15),
     Cell("transformer-512", "adam", steps=6),
-    Cell("transformer-512", "sgd", steps=6),
     Cell("transformer-512", "adam", devices=2, steps=6),
+    Cell("scanned-gpt", "adamw+clip", steps=5),
+    Cell("transformer-256", "muon", steps=5),
     Cell("transformer-compute", "adam", steps=8),
 )
 
@@ -79,6 +88,7 @@ def run(cell: Cell) -> list[Row]:
     """The rows of one cell, from a process of its own; none if that failed, which is said."""
     arguments = [cell.workload, cell.optimizer, "--devices", str(cell.devices), "--steps", str(cell.steps)]
     found = in_process("cell.py", *arguments, "--malloc", cell.malloc)
+    found = [{**row, **revision("latest")} for row in found]
     if cell.malloc != "keep":
         return [{**row, "workload": f"{row['workload']} (malloc {cell.malloc})"} for row in found]
     return found
@@ -94,11 +104,6 @@ def in_process(script: str, *arguments: str) -> list[Row]:
             print(f"  FAILED: {script} {' '.join(arguments)}\n{done.stderr[-2000:]}", flush=True)
             return []
         return json.loads(out.read_text())
-
-
-def keep(name: str, rows: Sequence[Row], folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps(rows, indent=1) + "\n")
 
 
 def replaced(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
@@ -136,7 +141,9 @@ def main() -> None:
     for part in ("calls", "planning"):
         if not args.only or part in args.only:
             print(part, flush=True)
-            keep(part, in_process("scaling.py", part, *(["--quick"] if args.quick else [])), args.out)
+            found = in_process("scaling.py", part, *(["--quick"] if args.quick else []))
+            keep(part, [{**row, **revision(part)} for row in found], args.out)
+    history.record(read("latest", args.out), args.out)
     for goal in goals.judge(args.out):
         print(goal, flush=True)
     if args.out == RESULTS:

@@ -25,10 +25,9 @@ import argparse
 import functools
 import json
 import os
-import platform
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,17 +42,17 @@ import numpy as np
 import optax
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from recorded import RESULTS, stamp
 from rich.console import Console
 from rich.table import Table
 from tpu_goals import indexed, summary
 
 import shardstep
-from shardstep._src.machine.topology import describe
-from shardstep._src.tools.hlo import collectives, counts, wire_bytes
+from shardstep._src.machine.topology import Topology, collective_time, describe
+from shardstep._src.tools.hlo import Collective, collectives, counts, wire_bytes
 
 TOPOLOGIES = ("v3:4x4", "v5e:4x4", "v5e:16x16", "v5p:4x4x4", "v6e:4x4")
 OPTIMIZERS = {"adam": optax.adam(1e-3), "momentum": optax.sgd(1e-3, momentum=0.9), "sgd": optax.sgd(1e-3)}
-RESULTS = Path(__file__).parent / "results"
 
 
 # --- workloads ------------------------------------------------------------------------------------------------------
@@ -247,6 +246,11 @@ class Row:
     peak_mb: float
     predicted_us: float
     compile_s: float
+    commit: str
+    code: str | None  # none: measured before rows had it
+    date: str
+    machine: dict[str, Any]
+    versions: dict[str, str]
 
     @property
     def cycles(self) -> float:
@@ -280,15 +284,6 @@ def read(compiled: jax.stages.Compiled, seconds: float, **what: Any) -> Row:
     text, memory = compiled.as_text(), compiled.memory_analysis()
     found = collectives(text)
     update, copies, rest = cycles(text)
-    machine = describe(what["topology"])
-    by_size = {ring.size: ring for ring in machine.rings}
-    predicted = sum(
-        machine.time(c.kind, c.bytes)
-        if c.group == machine.replicas
-        else shardstep._src.machine.topology.collective_time(c.kind, c.bytes, by_size[c.group])
-        for c in found
-        if c.group == machine.replicas or c.group in by_size
-    )
     return Row(
         **what,
         large_all_reduces=sum(c.kind == "all-reduce" and c.bytes >= 1e6 for c in found),
@@ -300,9 +295,22 @@ def read(compiled: jax.stages.Compiled, seconds: float, **what: Any) -> Row:
         arguments_mb=memory.argument_size_in_bytes / 1e6,
         temporaries_mb=memory.temp_size_in_bytes / 1e6,
         peak_mb=getattr(memory, "peak_memory_in_bytes", 0) / 1e6,
-        predicted_us=predicted * 1e6,
+        predicted_us=predicted(found, describe(what["topology"])) * 1e6,
         compile_s=seconds,
+        **stamp("tpu_aot"),
     )
+
+
+def predicted(found: Iterable[Collective], machine: Topology) -> float:
+    """Seconds that these collectives take one after the other, by the model of links."""
+    by_size = {ring.size: ring for ring in machine.rings}
+
+    def seconds(c: Collective) -> float:
+        if c.group == machine.replicas:
+            return machine.time(c.kind, c.bytes)
+        return collective_time(c.kind, c.bytes, by_size[c.group]) if c.group in by_size else 0.0
+
+    return sum(c.times * seconds(c) for c in found)
 
 
 def compile_one(topology: str, workload: str, optimizer: str, variant: str) -> tuple[Row, str]:
@@ -351,9 +359,9 @@ def main() -> None:
     parser.add_argument("--merge", nargs="+", type=Path, default=[], help="add the rows of these files first")
     parser.add_argument("--summary", action="store_true", help="compile nothing; say which goals are met")
     args = parser.parse_args()
-    known = json.loads(args.json.read_text())["rows"] if args.json.exists() else []
-    known += [row for path in args.merge for row in json.loads(path.read_text())["rows"]]
-    rows = {_key(Row(**row)): Row(**row) for row in known}
+    known = json.loads(args.json.read_text()) if args.json.exists() else []
+    known += [row for path in args.merge for row in json.loads(path.read_text())]
+    rows = {_key(row): row for row in (Row(**{"code": None, **row}) for row in known)}
     if args.merge:
         save(args.json, rows)
     if args.summary:
@@ -378,11 +386,8 @@ def _key(row: Row) -> tuple[str, str, str, str]:
 
 def save(path: Path, rows: dict[Any, Row]) -> None:
     path.parent.mkdir(exist_ok=True)
-    about = {"jax": jax.__version__, "python": platform.python_version(), "libtpu": _libtpu()}
-    if path.exists() and (note := json.loads(path.read_text())["about"].get("note")):
-        about["note"] = note
     by_place = sorted(rows.values(), key=_place)
-    path.write_text(json.dumps({"about": about, "rows": [asdict(row) for row in by_place]}, indent=1) + "\n")
+    path.write_text(json.dumps([asdict(row) for row in by_place], indent=1) + "\n")
 
 
 def _place(row: Row) -> tuple[int, ...]:
@@ -392,12 +397,6 @@ def _place(row: Row) -> tuple[int, ...]:
         list(t).index(k) if k in t else len(t)
         for t, k in zip(tables, (row.workload, row.topology, row.optimizer, row.variant), strict=True)
     )
-
-
-def _libtpu() -> str:
-    from importlib.metadata import version
-
-    return version("libtpu")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import jax
 import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from optimization import OPTIMIZERS
+from optimization import MATRIX_OPTIMIZERS, OPTIMIZERS, RATE, of_matrices
 from workloads import State, Workload
 
 import shardstep
@@ -24,18 +24,24 @@ WHOLE, BY_EXAMPLE = PartitionSpec(), PartitionSpec(AXIS)
 Variant = Callable[[Workload, Mesh], Contender]
 
 
-def contender(name: str, workload: Workload, mesh: Mesh, step: Any, layout: State) -> Contender:
-    """Of a jitted `(state, batch) -> (state, loss)` whose state rests in this layout of PartitionSpecs."""
+def contender(
+    name: str, workload: Workload, mesh: Mesh, step: Any, layout: State, init: Callable[[], State] | None = None
+) -> Contender:
+    """Of a jitted `(state, batch) -> (state, loss)` whose state rests in this layout of PartitionSpecs.
+
+    `init`: how the state begins, where it is not what the optimizer itself keeps.
+    """
+    create = init or workload.init
     where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), layout, is_leaf=lambda x: isinstance(x, PartitionSpec))
     shapes = jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        jax.eval_shape(workload.init),
+        jax.eval_shape(create),
         where,
     )
     return Contender(
         name,
         lambda: step.lower(shapes, workload.batch),
-        lambda: jax.device_put(workload.init(), where, may_alias=False),
+        lambda: jax.device_put(create(), where, may_alias=False),
         lambda state: step(state, workload.batch),
     )
 
@@ -76,26 +82,59 @@ def annotated(name: str, weights: bool, moments: bool) -> Variant:
     return make
 
 
+def over_data(workload: Workload, mesh: Mesh) -> Contender:
+    """As MaxText does it with `shard_optimizer_over_data`, after its public description and code.
+
+    Weights and moments rest split alike. The step begins by constraining the weights to be whole, in the dtype in which
+    they are accumulated over, and ends by constraining the gradients to rest as the weights do.
+    """
+    shapes = jax.eval_shape(workload.init)
+    optimizer = OPTIMIZERS[workload.optimizer].plain()
+
+    def lay_out(tree: Any, split: bool = True) -> Any:
+        return jax.tree.map(lambda x: along(divisible(x.shape, mesh.size)) if split else WHOLE, tree)
+
+    layout = State(lay_out(shapes.params), lay_out(shapes.optimizer), lay_out(shapes.statistics, split=False))
+    where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), layout)
+    whole = NamedSharding(mesh, WHOLE)
+
+    def train_step(state: State, batch: Any) -> tuple[State, jax.Array]:
+        seen = jax.tree.map(lambda w: lax.with_sharding_constraint(w, whole), state.params)
+        value, grads, statistics = workload.gradient(state._replace(params=seen), batch, None)
+        grads = jax.tree.map(lax.with_sharding_constraint, grads, where.params)
+        updates, moments = optimizer.update(grads, state.optimizer, state.params)
+        return State(optax.apply_updates(state.params, updates), moments, statistics), value
+
+    step = jax.jit(
+        train_step,
+        in_shardings=(where, NamedSharding(mesh, BY_EXAMPLE)),
+        out_shardings=(where, whole),
+        donate_argnums=0,
+    )
+    return contender("over-data", workload, mesh, step, layout)
+
+
 # --- per-replica programs -------------------------------------------------------------------------------------------
 
 
-def per_replica(name: str, workload: Workload, mesh: Mesh, replica: Callable[..., Any], layout: State) -> Contender:
+def per_replica(
+    name: str,
+    workload: Workload,
+    mesh: Mesh,
+    replica: Callable[..., Any],
+    layout: State,
+    init: Callable[[], State] | None = None,
+) -> Contender:
     """A program that is written for one replica: what one gives to `pmap` or `shard_map`."""
     mapped = jax.shard_map(
         replica, mesh=mesh, in_specs=(layout, BY_EXAMPLE), out_specs=(layout, WHOLE), check_vma=False
     )
-    return contender(name, workload, mesh, jax.jit(mapped, donate_argnums=0), layout)
+    return contender(name, workload, mesh, jax.jit(mapped, donate_argnums=0), layout, init)
 
 
 def gradients(workload: Workload, params: Any, statistics: Any, batch: Any, replicas: int) -> tuple[Any, Any, Any]:
     """This replica's terms: of the loss, of the gradient; and the statistics, which are everyone's."""
-
-    def term(params: Any) -> tuple[jax.Array, Any]:
-        loss, changed = workload.loss(params, statistics, batch, AXIS)
-        return loss / replicas, changed
-
-    (loss, changed), grads = jax.value_and_grad(term, has_aux=True)(params)
-    return loss, grads, changed
+    return workload.gradient(State(params, (), statistics), batch, AXIS, 1 / replicas)
 
 
 def data_parallel(workload: Workload, mesh: Mesh) -> Contender:
@@ -212,6 +251,107 @@ def expert(name: str, rests_sharded: bool) -> Variant:
     return make
 
 
+def layer_by_layer(workload: Workload, mesh: Mesh) -> Contender:
+    """FSDP as an expert writes it for layers that are scanned.
+
+    Weights and moments rest split along a dimension that is not the layers'. Each layer is gathered inside the loop, in
+    bfloat16, and its gradient is scattered inside the loop that goes back.
+    """
+    assert workload.layered is not None, f"{workload.name} cannot be read layer by layer"
+    loss, shapes = workload.layered, jax.eval_shape(workload.init)
+    tree = jax.tree.structure(shapes.params)
+
+    def dim_of(path: Any, leaf: Any) -> int | None:
+        stacked = "layers" in jax.tree_util.keystr(path)
+        if leaf.ndim == 0 or leaf.size * leaf.dtype.itemsize // (leaf.shape[0] if stacked else 1) < SMALL:
+            return None
+        return next((d for d in range(stacked, leaf.ndim) if leaf.shape[d] % mesh.size == 0), None)
+
+    paths = jax.tree_util.tree_leaves_with_path(shapes.params)
+    dims = [dim_of(path, leaf) for path, leaf in paths]
+    # as a layer sees it, without the dimension of the layers
+    seen = {
+        path[-1].key: d if d is None else d - ("layers" in jax.tree_util.keystr(path))
+        for (path, _), d in zip(paths, dims, strict=True)
+    }
+    on_shards = OPTIMIZERS[workload.optimizer].on_shards
+    assert on_shards is not None, f"no expert's {workload.optimizer}"
+    optimizer = on_shards([d is not None for d in dims], AXIS)
+
+    def read(name: str, w: jax.Array) -> jax.Array:
+        w, d = w.astype(jax.numpy.bfloat16), seen[name]
+        return w if d is None else lax.all_gather(w, AXIS, axis=d, tiled=True)
+
+    def replica(state: State, batch: Any) -> tuple[State, jax.Array]:
+        value, grads = jax.value_and_grad(lambda p: loss(p, batch, read) / mesh.size)(state.params)
+        leaves = jax.tree.leaves(grads)  # what was gathered comes back scattered; the rest is to be added up
+        small = iter(lax.psum([g for g, d in zip(leaves, dims, strict=True) if d is None], AXIS))
+        grads = tree.unflatten(next(small) if d is None else g for g, d in zip(leaves, dims, strict=True))
+        updates, moments = optimizer.update(grads, state.optimizer, state.params)
+        return State(optax.apply_updates(state.params, updates), moments, state.statistics), lax.psum(value, AXIS)
+
+    layout = jax.tree_util.tree_map_with_path(lambda path, leaf: along(dim_of(path, leaf)), shapes)
+    return per_replica("expert-layers", workload, mesh, replica, layout)
+
+
+def owned(workload: Workload, mesh: Mesh) -> Contender:
+    """A matrix optimizer as an expert writes it: matrices of one shape are stacked, each replica owns some of them.
+
+    Gradients are scattered to the owners, which keep the optimizer's state and make the updates; those are gathered.
+    Everything else is reduced and updated by every replica.
+    """
+    make = MATRIX_OPTIMIZERS[workload.optimizer]
+    shapes = jax.eval_shape(workload.init).params
+    leaves, tree = jax.tree.flatten(shapes)
+    matrices = of_matrices(shapes)
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for i, (leaf, matrix) in enumerate(zip(leaves, matrices, strict=True)):
+        if matrix:
+            groups.setdefault(leaf.shape, []).append(i)
+    rest = [i for i, matrix in enumerate(matrices) if not matrix]
+    one, others = make(), optax.adamw(RATE)
+
+    def height(members: list[int]) -> int:
+        """Of the stack: every replica owns as many."""
+        return -(-len(members) // mesh.size) * mesh.size
+
+    def fresh(w: jax.Array) -> Any:
+        return one.init([w])
+
+    def moments(params: Any) -> Any:
+        leaves = jax.tree.leaves(params)
+        stacks = [jax.vmap(fresh)(jax.numpy.zeros((height(m), *shape))) for shape, m in groups.items()]
+        return stacks, others.init([leaves[i] for i in rest])
+
+    def init() -> State:
+        params, statistics = workload.create(jax.random.key(0))
+        return State(params, moments(params), statistics)
+
+    def replica(state: State, batch: Any) -> tuple[State, jax.Array]:
+        value, grads, statistics = gradients(workload, state.params, state.statistics, batch, mesh.size)
+        flat, old = jax.tree.leaves(grads), jax.tree.leaves(state.params)
+        new, stacks = list(old), []
+        for members, stack in zip(groups.values(), state.optimizer[0], strict=True):
+            terms = jax.numpy.stack([flat[i] for i in members])
+            terms = jax.numpy.pad(terms, ((0, height(members) - len(members)), (0, 0), (0, 0)))
+            mine = lax.psum_scatter(terms, AXIS, scatter_dimension=0, tiled=True)
+            updates, stack = jax.vmap(lambda g, s: one.update([g], s, [jax.numpy.zeros_like(g)]))(mine, stack)
+            stacks.append(stack)
+            for i, update in zip(members, lax.all_gather(updates[0], AXIS, axis=0, tiled=True), strict=False):
+                new[i] = old[i] + update
+        reduced = lax.psum([flat[i] for i in rest], AXIS)
+        updates, kept = others.update(reduced, state.optimizer[1], [old[i] for i in rest])
+        for i, update in zip(rest, updates, strict=True):
+            new[i] = old[i] + update
+        return State(tree.unflatten(new), (stacks, kept), statistics), lax.psum(value, AXIS)
+
+    state = jax.eval_shape(init)
+    split = jax.tree.map(lambda x: along(0) if x.ndim else WHOLE, state.optimizer[0])
+    whole = jax.tree.map(lambda _: WHOLE, state)
+    layout = whole._replace(optimizer=(split, whole.optimizer[1]))
+    return per_replica("expert-owned", workload, mesh, replica, layout, init)
+
+
 # --- shardstep ------------------------------------------------------------------------------------------------------
 
 
@@ -239,15 +379,23 @@ VARIANTS: dict[str, Variant] = {
     "shard_map": data_parallel,
     "zero1": annotated("zero1", weights=False, moments=True),
     "fsdp": annotated("fsdp", weights=True, moments=True),
+    "over-data": over_data,
     "shardstep": sharded("shardstep", "replicated"),
     "expert": expert("expert", rests_sharded=False),
     "shardstep-sharded": sharded("shardstep-sharded", "sharded"),
     "expert-sharded": expert("expert-sharded", rests_sharded=True),
+    "expert-layers": layer_by_layer,
+    "expert-owned": owned,
 }
 EXPERTS = {"shardstep": "expert", "shardstep-sharded": "expert-sharded"}  # each is held against its twin
 
 
-def variants_for(optimizer: str) -> list[str]:
-    """All that there are for this optimizer."""
-    written = OPTIMIZERS[optimizer].on_shards is not None
-    return [name for name in VARIANTS if written or name not in EXPERTS.values()]
+def variants_for(workload: Workload) -> list[str]:
+    """All that there are for this workload and its optimizer."""
+    written = OPTIMIZERS[workload.optimizer].on_shards is not None
+    there = {
+        **dict.fromkeys(EXPERTS.values(), written),
+        "expert-layers": written and workload.layered is not None,
+        "expert-owned": workload.optimizer in MATRIX_OPTIMIZERS,
+    }
+    return [name for name in VARIANTS if there.get(name, True)]

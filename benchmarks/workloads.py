@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -41,14 +41,29 @@ class Workload:
     loss: Loss
     create: Callable[[jax.Array], tuple[Any, Any]]  # key -> params, statistics
     batch: Any
+    microbatches: int = 1
+    # (params, batch, read) -> loss, where a scan reads weights layer by layer: `read(name, w)` makes of a weight what a
+    # product takes, bfloat16, and gathers it where that is done by hand
+    layered: Callable[[Any, Any, Callable[[str, jax.Array], jax.Array]], jax.Array] | None = None
 
     def step(self, state: State, batch: Any) -> tuple[State, jax.Array]:
         """The training step as a user writes it, for the whole batch."""
         transformation = OPTIMIZERS[self.optimizer].plain()
-        of_params = jax.value_and_grad(lambda p: self.loss(p, state.statistics, batch, None), has_aux=True)
-        (value, statistics), grads = of_params(state.params)
+        value, grads, statistics = self.gradient(state, batch, None)
         updates, moments = transformation.update(grads, state.optimizer, state.params)
         return State(optax.apply_updates(state.params, updates), moments, statistics), value
+
+    def gradient(self, state: State, batch: Any, axis: str | None, share: float = 1) -> tuple[jax.Array, Any, Any]:
+        """Loss, gradient and statistics; `share` of the loss and gradient, where others add the rest."""
+
+        def part(params: Any, batch: Any) -> tuple[jax.Array, Any]:
+            value, changed = self.loss(params, state.statistics, batch, axis)
+            return value * (share / self.microbatches), changed
+
+        if self.microbatches == 1:
+            (value, statistics), grads = jax.value_and_grad(part, has_aux=True)(state.params, batch)
+            return value, grads, statistics
+        return *accumulated(part, state.params, batch, self.microbatches), state.statistics
 
     def init(self) -> State:
         params, statistics = self.create(jax.random.key(0))
@@ -57,6 +72,19 @@ class Workload:
     @property
     def parameters(self) -> int:
         return sum(x.size for x in jax.tree.leaves(jax.eval_shape(self.init).params))
+
+
+def accumulated(part: Callable[..., Any], params: Any, batch: Any, microbatches: int) -> tuple[jax.Array, Any]:
+    """Microbatch after microbatch, weights and gradients in bfloat16."""
+    low = jax.tree.map(lambda w: w.astype(jnp.bfloat16), params)
+
+    def one(carry: tuple[jax.Array, Any], batch: Any) -> tuple[tuple[jax.Array, Any], None]:
+        (value, _), grads = jax.value_and_grad(part, has_aux=True)(low, batch)
+        return (carry[0] + value.astype(jnp.float32), jax.tree.map(jnp.add, carry[1], grads)), None
+
+    parts = jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), batch)
+    carry, _ = jax.lax.scan(one, (jnp.zeros(()), jax.tree.map(jnp.zeros_like, low)), parts)
+    return carry
 
 
 def plain(name: str, optimizer: str, loss: Callable, create: Callable, batch: Any) -> Workload:
@@ -245,6 +273,92 @@ def bert(replicas: int, optimizer: str) -> Workload:
     return plain("bert-small", optimizer, loss, model.create, {"tokens": tokens, "hidden": hidden})
 
 
+# --- models as large users write them -------------------------------------------------------------------------------
+
+
+def scanned_gpt(
+    replicas: int, optimizer: str, width: int = 256, layers: int = 12, vocabulary: int = 4096, length: int = 16
+) -> Workload:
+    """Weights stacked by layer, one `lax.scan` over them, `jax.checkpoint` around each layer, products in bfloat16."""
+    heads = width // 64
+    shapes = {"qkv": (width, 3 * width), "out": (width, width), "up": (width, 4 * width), "down": (4 * width, width)}
+
+    def create(key: jax.Array) -> tuple[Any, Any]:
+        embedding, *keys = jax.random.split(key, 1 + len(shapes))
+        stack = {
+            name: jax.random.normal(k, (layers, *shape)) / math.sqrt(shape[0])
+            for k, (name, shape) in zip(keys, shapes.items(), strict=True)
+        }
+        norms = {"norm_attention": jnp.ones((layers, width)), "norm_mlp": jnp.ones((layers, width))}
+        table = 0.02 * jax.random.normal(embedding, (vocabulary, width))
+        return {"embedding": table, "layers": {**stack, **norms}, "norm": jnp.ones(width)}, ()
+
+    def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+        x32 = x.astype(jnp.float32)
+        return (scale * x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + 1e-6)).astype(jnp.bfloat16)
+
+    def layered(params: Any, tokens: jax.Array, read: Callable[[str, jax.Array], jax.Array]) -> jax.Array:
+        def layer(x: jax.Array, p: dict[str, jax.Array]) -> tuple[jax.Array, None]:
+            mixed = attention(norm(x, p["norm_attention"]) @ read("qkv", p["qkv"]), heads, causal=True)
+            x = x + mixed @ read("out", p["out"])
+            return x + jax.nn.gelu(norm(x, p["norm_mlp"]) @ read("up", p["up"])) @ read("down", p["down"]), None
+
+        table = read("embedding", params["embedding"])
+        x, _ = jax.lax.scan(jax.checkpoint(layer), table[tokens[:, :-1]], params["layers"])
+        logits = (norm(x, params["norm"]) @ table.T).astype(jnp.float32)
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]))
+
+    def loss(params: Any, statistics: Any, tokens: jax.Array, axis: str | None) -> tuple[jax.Array, Any]:
+        return layered(params, tokens, lambda _, w: w.astype(jnp.bfloat16)), statistics
+
+    batch = np.random.default_rng(0).integers(0, vocabulary, (replicas, length + 1), np.int32)
+    return Workload("scanned-gpt", optimizer, loss, create, batch, layered=layered)
+
+
+def mixture(
+    replicas: int, optimizer: str, width: int = 256, layers: int = 2, experts: int = 8, tokens: int = 64
+) -> Workload:
+    """Mixture of experts: each token is dispatched to one of eight, up to a capacity, and what it makes is combined."""
+    capacity = 2 * tokens // experts
+
+    def create(key: jax.Array) -> list[dict[str, jax.Array]]:
+        def layer(key: jax.Array) -> dict[str, jax.Array]:
+            router, up, down = jax.random.split(key, 3)
+            return {
+                "router": dense(router, width, experts),
+                "up": jax.random.normal(up, (experts, width, 4 * width)) / math.sqrt(width),
+                "down": jax.random.normal(down, (experts, 4 * width, width)) / math.sqrt(4 * width),
+            }
+
+        return [layer(k) for k in jax.random.split(key, layers)]
+
+    def dispatched(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        """Of one example: (tokens, width)."""
+        gates = jax.nn.softmax(x @ p["router"])
+        chosen = jax.nn.one_hot(jnp.argmax(gates, axis=-1), experts)
+        position = jnp.cumsum(chosen, axis=0) * chosen - 1  # in the queue of its expert; -1 where it does not go
+        sent = chosen[..., None] * jax.nn.one_hot(position.astype(jnp.int32), capacity)
+        queued = jnp.einsum("td,tec->ecd", x, sent)
+        made = jnp.einsum("ecf,efd->ecd", jax.nn.gelu(jnp.einsum("ecd,edf->ecf", queued, p["up"])), p["down"])
+        return jnp.einsum("ecd,tec,te->td", made, sent, gates)
+
+    def loss(params: Any, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
+        x, target = batch
+        for p in params:
+            x = x + jax.vmap(lambda one, p=p: dispatched(p, one))(x)
+        return jnp.mean((x - target) ** 2)
+
+    rng = np.random.default_rng(0)
+    batch = tuple(rng.standard_normal((replicas, tokens, width), np.float32) for _ in range(2))
+    return plain("mixture", optimizer, loss, create, batch)
+
+
+def accumulating(replicas: int, optimizer: str, microbatches: int = 8) -> Workload:
+    """The transformer of width 512, eight microbatches of one sequence per replica, gradients in bfloat16."""
+    made = transformer(replicas, optimizer, width=512, sequences=microbatches, name="accumulating")
+    return replace(made, microbatches=microbatches)
+
+
 # --- others ---------------------------------------------------------------------------------------------------------
 
 
@@ -339,6 +453,9 @@ WORKLOADS: dict[str, Callable[[int, str], Workload]] = {
     "bert-small": bert,
     "resnet50": resnet50,
     "recommender": recommender,
+    "scanned-gpt": scanned_gpt,
+    "mixture": mixture,
+    "accumulating": accumulating,
     "small-tensors": small_tensors,
     "mlp-4x1024": mlp,
     "mlp-4x960": functools.partial(mlp, width=960),

@@ -24,17 +24,18 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     return markdown.replace(PLACE, tables(json.loads(RESULTS.read_text()))) if PLACE in markdown else markdown
 
 
-def tables(result: dict[str, Any]) -> str:
-    versions = ", ".join(f"{k} {v}" for k, v in result["versions"].items())
+def tables(result: list[dict[str, Any]]) -> str:
+    first, known = result[0], {name: v for r in result for name, v in r["versions"].items()}
+    versions = ", ".join(f"{k} {v}" for k, v in known.items())
     lines = [
-        f"{result['date'][:10]}, {result['machine']['processor']}, {result['machine']['cores']} cores, {versions}."
+        f"{first['date'][:10]}, {first['machine']['processor']}, {first['machine']['cores']} cores, {versions}."
     ]
-    for devices in sorted({r["devices"] for r in result["rows"]}):
+    for devices in sorted({r["devices"] for r in result}):
         lines += [
             "",
             f"| {devices} replicas | step (ms) | quartiles | forward+backward | clip, AdamW | optimizer | peak RSS |",
             "|---|---|---|---|---|---|---|",
-            *(_line(r) for r in result["rows"] if r["devices"] == devices),
+            *(_line(r) for r in result if r["devices"] == devices),
         ]
     return "\n".join(lines) + "\n"
 

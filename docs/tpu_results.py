@@ -29,13 +29,15 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def section(name: str) -> str:
-    result = json.loads((BENCHMARKS / "results" / "tpu_aot.json").read_text())
+    rows = json.loads((BENCHMARKS / "results" / "tpu_aot.json").read_text())
     if name == "about":
-        about = result["about"]
         module = _goals()
-        gone = "; ".join(module.missing(module.indexed(result["rows"]))) or "nothing"
-        return f"libtpu {about['libtpu']}, JAX {about['jax']}. {about.get('note', '')}\n\nNot compiled yet: {gone}."
-    return goals(result["rows"]) if name == "goals" else table([r for r in result["rows"] if r["workload"] == name])
+        gone = "; ".join(module.missing(module.indexed(rows))) or "nothing"
+        compilers = sorted({(r["versions"]["libtpu"], r["versions"]["jax"]) for r in rows})
+        said = " and ".join(f"libtpu {libtpu}, JAX {jax}" for libtpu, jax in compilers)
+        dates = sorted(r["date"][:10] for r in rows)
+        return f"{said}; compiled {' to '.join(dict.fromkeys((dates[0], dates[-1])))}.\n\nNot compiled yet: {gone}."
+    return goals(rows) if name == "goals" else table([r for r in rows if r["workload"] == name])
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -1,5 +1,6 @@
 """The benchmark suite: that what it compares is the same training, and that its verdicts follow from the figures."""
 
+import dataclasses
 import importlib.util
 import json
 import re
@@ -22,6 +23,7 @@ from variants import EXPERTS, VARIANTS, divisible, variants_for
 from workloads import WORKLOADS, mlp
 
 from shardstep._src.tools import measuring
+from shardstep._src.tools.hlo import collectives
 from shardstep._src.tools.measuring import Contender, Disagreement, measure
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +49,7 @@ def small(replicas, optimizer):
 def test_every_variant_trains_the_same_and_fills_the_schema(mesh, monkeypatch):
     monkeypatch.setitem(WORKLOADS, "small", small)
     rows = cell.measure("small", "adamw+clip", mesh, steps=2)
-    assert [row["variant"] for row in rows] == list(VARIANTS)
+    assert [row["variant"] for row in rows] == [n for n in VARIANTS if n not in ("expert-layers", "expert-owned")]
     for row in rows:
         assert list(row)[: len(measuring.SCHEMA)] == list(measuring.SCHEMA)
         assert all(row[key] > 0 for key in ("step_ms", "arg_bytes", "temp_bytes", "wire_bytes", "compile_s"))
@@ -80,10 +82,61 @@ def test_the_expert_computes_what_jit_computes(mesh, optimizer):
             np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-2 * moved, rtol=0)
 
 
-def test_there_is_no_expert_where_nobody_writes_one():
-    assert variants_for("adam") == list(VARIANTS)
-    assert variants_for("adafactor") == [name for name in VARIANTS if not name.startswith("expert")]
+def test_there_is_no_expert_where_nobody_writes_one(mesh):
+    elementwise = [name for name in VARIANTS if name not in ("expert-layers", "expert-owned")]
+    assert variants_for(small(8, "adam")) == elementwise
+    assert variants_for(small(8, "adafactor")) == [name for name in VARIANTS if not name.startswith("expert")]
+    assert variants_for(layers_scanned(8, "adam")) == [name for name in VARIANTS if name != "expert-owned"]
+    assert [n for n in variants_for(narrow(8, "muon")) if n.startswith("expert")] == ["expert-owned"]
     assert divisible((30522, 512), 8) == 1 and divisible((3, 5), 8) is None
+
+
+def layers_scanned(replicas, optimizer):
+    return workloads.scanned_gpt(replicas, optimizer, width=128, layers=2, vocabulary=256, length=4)
+
+
+def narrow(replicas, optimizer):
+    return workloads.transformer(
+        replicas, optimizer, width=64, layers=2, vocabulary=64, length=4, heads=2, name="narrow"
+    )
+
+
+def experts(replicas, optimizer):
+    return workloads.mixture(replicas, optimizer, width=16, layers=1, experts=4, tokens=8)
+
+
+def in_microbatches(replicas, optimizer):
+    return dataclasses.replace(
+        workloads.transformer(replicas, optimizer, width=64, layers=1, vocabulary=64, length=4, heads=2, sequences=2),
+        microbatches=2,
+    )
+
+
+@pytest.mark.parametrize(
+    ("create", "optimizer", "variants"),
+    [
+        (layers_scanned, "adamw+clip", ("over-data", "shardstep-sharded", "expert-sharded", "expert-layers")),
+        (narrow, "muon", ("over-data", "shardstep", "expert-owned")),
+        (narrow, "shampoo", ("shardstep", "expert-owned")),
+        (experts, "adam", ("over-data", "shardstep-sharded", "expert")),
+        (in_microbatches, "adam", ("over-data", "shardstep", "expert")),
+    ],
+)
+def test_variants_of_what_large_users_run_compute_what_jit_computes(mesh, create, optimizer, variants):
+    workload = create(mesh.size, optimizer)
+    found = measure([VARIANTS[name](workload, mesh) for name in ("replicated", *variants)], steps=2, warm_up=1)
+    assert len(found) == 1 + len(variants)  # and their losses agree, or there would be an error
+
+
+def test_the_experts_of_large_models_keep_their_share(mesh):
+    """Owned: a replica keeps the momentum of its matrices. Layer by layer: layers are gathered inside the loop."""
+    owned = VARIANTS["expert-owned"](narrow(mesh.size, "muon"), mesh).start()
+    (stacks, _) = owned.optimizer
+    momentum = [x for x in jax.tree.leaves(stacks) if x.ndim == 3]
+    assert momentum and all(x.addressable_shards[0].data.shape[0] * mesh.size == x.shape[0] for x in momentum)
+    contender = VARIANTS["expert-layers"](layers_scanned(mesh.size, "adam"), mesh)
+    found = [c for c in collectives(contender.lower().compile().as_text()) if c.kind == "all-gather"]
+    assert [c.in_loop for c in found].count(False) == 1  # the embedding
 
 
 def test_workloads_have_the_sizes_of_the_models_they_name():
@@ -100,7 +153,8 @@ def test_workloads_have_the_sizes_of_the_models_they_name():
 def test_the_grid_names_what_there_is():
     for one in (*suite.FULL, *suite.QUICK):
         assert one.workload in WORKLOADS and one.optimizer in OPTIMIZERS
-    assert {c.optimizer for c in suite.FULL if c.workload == "transformer-42m"} == set(OPTIMIZERS)
+    assert {c.optimizer for c in suite.FULL if c.workload.startswith("transformer-")} == set(OPTIMIZERS)
+    assert {"scanned-gpt", "mixture", "accumulating"} <= {c.workload for c in suite.FULL}
     assert {c.devices for c in suite.FULL if (c.workload, c.optimizer) == ("transformer-42m", "adamw+clip")} == {
         1,
         2,

@@ -68,6 +68,14 @@ def wire_bytes(found: Iterable[Collective]) -> float:
     return sum(collective.times * collective.wire_bytes for collective in found)
 
 
+def inside_loops(text: str) -> str:
+    """The part of a module that its loops repeat, as a module: what one iteration of a training loop runs."""
+    computations = dict(_computations(text))
+    repeated = _reachable(computations, _bodies(text))
+    parts = ["\n".join((f"%{name} {{", *computations[name], "}")) for name in computations if name in repeated]
+    return "\n\n".join((text.split("\n", 1)[0], *parts)) + "\n"
+
+
 # --- the module as computations -------------------------------------------------------------------------------------
 
 _CHAIN = re.compile(r'chain_id="(\d+)"')

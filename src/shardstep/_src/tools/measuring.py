@@ -258,7 +258,7 @@ def rows(found: Sequence[Measured], workload: str, optimizer: str, devices: int,
 
 def circumstances() -> dict[str, Any]:
     """When, on what, and with what."""
-    named = ("jax", "jaxlib", "optax", "flax", "numpy")
+    named = ("jax", "jaxlib", "libtpu", "optax", "flax", "numpy")
     installed = {d: importlib.metadata.version(d) for d in named if importlib.util.find_spec(d)}
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
