@@ -9,6 +9,7 @@
 #   make screenshots          of the report, for the README (needs Chromium)
 #   make bench                step time, memory, bytes on the wire against the alternatives; over half an hour
 #   make bench-quick          the same for a few small workloads, under five minutes
+#   make bench-check          which rows of benchmarks/results are older than the code they measure
 #   make bench-torch          the same transformer in PyTorch and in shardstep, in several processes
 #
 # Another interpreter in another environment:  make test PYTHON=python3.12 VENV=.venv-312
@@ -24,7 +25,7 @@ EXTRAS  ?= test
 
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all lint types pytest mutations fuzz docs screenshots bench bench-quick bench-torch format clean
+.PHONY: demo test test-all lint types pytest mutations fuzz docs screenshots bench bench-quick bench-check bench-torch format clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/shardstep demo $(ARGS)
@@ -63,6 +64,9 @@ bench: $(VENV)/.installed-bench
 
 bench-quick: $(VENV)/.installed-bench
 	$(BIN)/python benchmarks/suite.py --quick $(ARGS)
+
+bench-check: $(BIN)/python
+	$(BIN)/python benchmarks/bench_check.py
 
 # PyTorch lives in an environment of its own, .venv-torch: the script makes it.
 bench-torch: $(VENV)/.installed-bench

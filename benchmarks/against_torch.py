@@ -36,7 +36,7 @@ from cell import KEEP_MEMORY
 from recorded import revision
 from rich.console import Console
 from rich.table import Table
-from turns import Group, GroupError, Turn, free_port, groups
+from turns import Group, GroupError, Turn, be_alone_on_loopback, free_port, groups
 
 ROOT = Path(__file__).parent.parent
 HERE = ROOT / "benchmarks"
@@ -62,7 +62,7 @@ class Variant:
 VARIANTS = [
     Variant("shardstep", "shardstep", "jax"),
     Variant("shardstep-sharded", "shardstep-sharded", "jax"),
-    Variant("replicated", "replicated", "jax"),
+    *(Variant(name, name, "jax") for name in ("replicated", "zero1", "fsdp")),
     *(
         Variant(f"{way}{suffix}", f"{way}{suffix}", "torch", adamw)
         for adamw, suffix in (("fused", "-fused"), ("default", ""))
@@ -155,6 +155,12 @@ class Measured:
     error: str = ""
 
     @property
+    def loopback(self) -> float | None:
+        """Bytes that a process sent in a step, by the kernel's count; the median."""
+        found = [t.loopback_bytes / len(t.seconds) / self.processes for t in self.turns if t.loopback_bytes is not None]
+        return statistics.median(found) if found else None
+
+    @property
     def milliseconds(self) -> list[float]:
         return [1e3 * s for turn in self.turns for s in turn.seconds]
 
@@ -165,9 +171,12 @@ class Measured:
 
 
 def measure(processes: int, args: argparse.Namespace, scratch: Path, say: Console) -> list[Measured]:
+    if args.size == "scanned" and any(v.framework == "torch" and v.name in args.variant for v in VARIANTS):
+        raise SystemExit("the scanned model has no twin in PyTorch: choose JAX's variants")
     export = [sys.executable, HERE / "jax_worker.py", "--size", args.size, "--processes", processes]
     export += ["--export", scratch / f"start-{processes}.npz"]
-    subprocess.run([str(part) for part in export], env=environment(None, args), check=True)
+    if any(v.framework == "torch" for v in VARIANTS if v.name in args.variant):
+        subprocess.run([str(part) for part in export], env=environment(None, args), check=True)
     chosen = [v for v in VARIANTS if v.name in args.variant]
     found = {v.name: Measured(v, processes) for v in chosen}
     for together in sittings(chosen):
@@ -214,7 +223,16 @@ def check(m: Measured, found: Mapping[str, Measured]) -> None:
 
 # --- reporting ------------------------------------------------------------------------------------------------------
 
-FACTS = ("arg_bytes", "temp_bytes", "wire_bytes", "compile_s", "optimizer_bytes", "weight_bytes", "collectives")
+FACTS = (
+    "arg_bytes",
+    "temp_bytes",
+    "wire_bytes",
+    "planned_wire_bytes",
+    "compile_s",
+    "optimizer_bytes",
+    "weight_bytes",
+    "collectives",
+)
 
 
 def row(m: Measured, args: argparse.Namespace) -> dict[str, Any]:
@@ -229,6 +247,7 @@ def row(m: Measured, args: argparse.Namespace) -> dict[str, Any]:
         "step_ms": median,
         "spread": [low, high],
         **{name: m.facts.get(name) for name in FACTS},
+        "loopback_bytes": m.loopback,
         "framework": m.variant.framework,
         "adamw": m.variant.adamw or None,
         "processes": 1 if m.variant.simulated else m.processes,
@@ -303,7 +322,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=10, help="turns of each group (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=3, help="in a turn (default: %(default)s)")
     parser.add_argument("--warm-up", type=int, default=5, help="steps before, whose losses must agree")
-    parser.add_argument("--size", choices=("transformer", "smoke"), default="transformer")
+    parser.add_argument("--size", choices=("transformer", "scanned", "smoke"), default="transformer")
     parser.add_argument("--malloc", choices=("keep", "default"), default="keep", help="see cell.py")
     parser.add_argument("--pin", action=argparse.BooleanOptionalAction, default=True, help="a process to a core")
     parser.add_argument("--scratch", type=Path, default=ENVIRONMENT / "run", help="for weights and logs")
@@ -325,4 +344,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    if not be_alone_on_loopback():
+        print("loopback is shared with other programs: what is sent there is not counted (only root can be alone)")
     main()

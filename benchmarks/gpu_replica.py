@@ -3,7 +3,8 @@
     python benchmarks/gpu_replica.py --out results/gpu          # one GPU, about seven minutes
     python benchmarks/gpu_replica.py --workload scanned --replicas 8 --out results/gpu  # layers that are scanned
     python benchmarks/gpu_replica.py --workload offload --rounds 2 --steps 1 --out results/gpu  # 78 billion parameters
-    python benchmarks/gpu_replica.py --claim --out results/gpu  # SGD and momentum: does Adam cost what they cost?
+    python benchmarks/gpu_replica.py --part claim --out results/gpu  # SGD and momentum: does Adam cost what they cost?
+    python benchmarks/gpu_replica.py --part large --out results/gpu  # microbatches, experts; Muon: see gpu_muon.py
     python benchmarks/gpu_replica.py --smoke --out /tmp/smoke   # tiny sizes on simulated CPU devices
 
 `jax_mock_gpu_topology` lets one GPU compile and run the program of one replica out of N. Its collectives are mocked:
@@ -31,6 +32,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from recorded import stamp
+
 HERE = Path(__file__).resolve().parent
 ADAM = [
     ("six", 8, "adam"),
@@ -40,8 +43,17 @@ ADAM = [
     ("scanned", 8, "adamw"),
     ("scanned", 64, "adamw"),
 ]
-LARGE = [("offload", 8, "adamw")]  # only if asked for: it fills the device
-CLAIM = [("six", 8, "sgd"), ("six", 8, "momentum"), ("transformer", 8, "sgd"), ("transformer", 8, "momentum")]
+CLAIM = [
+    ("transformer", 64, "sgd"),
+    ("scanned", 64, "sgd"),
+    ("six", 8, "sgd"),
+    ("six", 8, "momentum"),
+    ("transformer", 8, "sgd"),
+    ("transformer", 8, "momentum"),
+]
+LARGE = [("accumulating", 8, "adamw"), ("accumulating", 64, "adamw"), ("mixture", 8, "adamw"), ("mixture", 64, "adamw")]
+OFFLOAD = [("offload", 8, "adamw")]  # it fills the device
+PARTS = {"adam": ADAM, "claim": CLAIM, "large": LARGE, "offload": OFFLOAD}
 
 
 # --- the parent: one process for each workload and replica count ----------------------------------------------------
@@ -57,8 +69,8 @@ def main() -> None:
     started, results = time.monotonic(), []
     groups = [
         group
-        for group in (LARGE if args.only == "offload" else CLAIM if args.claim else ADAM)
-        if args.only in (None, group[0]) and args.replicas in (None, group[1])
+        for group in PARTS["offload" if args.only == "offload" else args.part]
+        if args.only in (None, group[0]) and args.replicas in (None, group[1]) and args.optimizer in (None, group[2])
     ]
     for i, (workload, replicas, optimizer) in enumerate(groups):
         left = args.deadline - (time.monotonic() - started)
@@ -78,7 +90,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5, help="steps of a variant in each round")
     parser.add_argument("--workload", "--only", dest="only", choices=sorted(WORKLOADS))
     parser.add_argument("--replicas", type=int, help="one replica of this many only")
-    parser.add_argument("--claim", action="store_true", help="SGD and momentum instead of Adam, one replica of 8")
+    parser.add_argument("--part", choices=PARTS, default="adam", help="which workloads (default: %(default)s)")
+    parser.add_argument("--optimizer", help="the groups with this optimizer only")
+    parser.add_argument("--variant", nargs="+", choices=sorted(VARIANTS), help="these only; another run has the rest")
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--group", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -142,9 +156,9 @@ class Workload:
     moments: Any  # shapes
     batch: Any  # shapes, of the whole batch
     optimizer: Any  # Optax's
-    loss: Callable[..., Any] | None = (
-        None  # (params, batch, gathered) -> loss, where it can be written by hand (`expert`)
-    )
+    # (params, batch, gathered) -> loss, where it can be written by hand (`expert`)
+    loss: Callable[..., Any] | None = None
+    gradient: Callable[..., Any] | None = None  # (params, batch) -> loss, gradient
     variants: tuple[str, ...] = ()  # those worth trying; all of them if none is named
 
 
@@ -168,6 +182,7 @@ def child(name: str, replicas: int, optimizer: str, args: argparse.Namespace) ->
         "optimizer": optimizer,
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
+        **stamp("gpu_replica"),
         "parameters": sum(x.size for x in jax.tree.leaves(workload.params)),
         "variants": {},
     }
@@ -177,7 +192,7 @@ def child(name: str, replicas: int, optimizer: str, args: argparse.Namespace) ->
         found.write_text(json.dumps(result, indent=1))
 
     for variant, build in VARIANTS.items():
-        wanted = workload.variants or tuple(v for v in VARIANTS if v != "shardstep-offload")
+        wanted = args.variant or workload.variants or tuple(v for v in VARIANTS if v != "shardstep-offload")
         if variant not in wanted or (variant == "expert" and workload.loss is None):
             continue
         try:
@@ -211,7 +226,7 @@ def called(compiled: Any, variant: str) -> Callable[..., Any]:
 
 
 def inspect(step: Any, workload: Workload, shardings: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
-    from shardstep._src.tools.hlo import collectives, counts, wire_bytes
+    from shardstep._src.tools.hlo import collectives, counts, overlap, wire_bytes
 
     compiled = step.lower(
         shaped((workload.params, workload.moments), shardings), shaped(workload.batch, batch)
@@ -226,6 +241,8 @@ def inspect(step: Any, workload: Workload, shardings: Any, batch: Any) -> tuple[
         "host_bytes": memory.host_argument_size_in_bytes,
         "wire_bytes": wire_bytes(found),
         "collectives": counts(found),
+        # by kind: bytes sent between whose start and end other work is scheduled, and all bytes
+        "overlap_bytes": {kind: [round(part) for part in parts] for kind, parts in overlap(found).items()},
         "wire_dtypes": sorted({f"{c.kind} {c.dtype}" for c in found}),
     }
 
@@ -286,30 +303,43 @@ def fill(shapes: Any, shardings: Any) -> Any:
     return jax.tree.unflatten(treedef, made)
 
 
-def examples(shape: Any, sharding: Any) -> Any:
+def examples(shapes: Any, shardings: Any) -> Any:
     """This replica's share of the batch."""
     import jax
     import numpy as np
 
-    def share(index: Any) -> Any:
-        size = tuple(len(range(*i.indices(n))) for i, n in zip(index, shape.shape, strict=True))
-        return np.random.default_rng(0).integers(0, 100, size).astype(shape.dtype)
+    def leaf(shape: Any, sharding: Any) -> Any:
+        def share(index: Any) -> Any:
+            size = tuple(len(range(*i.indices(n))) for i, n in zip(index, shape.shape, strict=True))
+            return np.random.default_rng(0).integers(0, 100, size).astype(shape.dtype)
 
-    return jax.make_array_from_callback(shape.shape, sharding, share)
+        return jax.make_array_from_callback(shape.shape, sharding, share)
+
+    return jax.tree.map(leaf, shapes, alike(shapes, shardings))
 
 
 def shaped(shapes: Any, shardings: Any) -> Any:
     import jax
 
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, alike(shapes, shardings)
+    )
+
+
+def alike(shapes: Any, shardings: Any) -> Any:
+    """A sharding for each leaf, where one may stand for all."""
+    import jax
+
+    return jax.tree.map(lambda _: shardings, shapes) if isinstance(shardings, jax.sharding.Sharding) else shardings
 
 
 # --- workloads ------------------------------------------------------------------------------------------------------
 
 
-def training(loss: Callable[..., Any], params: Any, name: str, batch: Any) -> Workload:
+def training(loss: Callable[..., Any], params: Any, name: str, batch: Any, microbatches: int = 1) -> Workload:
     import jax
     import optax
+    import workloads
 
     optimizers = {
         "adam": optax.adam(1e-4),
@@ -321,11 +351,17 @@ def training(loss: Callable[..., Any], params: Any, name: str, batch: Any) -> Wo
 
     def step(state: Any, batch: Any) -> Any:
         params, moments = state
-        value, grads = jax.value_and_grad(loss)(params, batch)
+        value, grads = gradient(params, batch)
         updates, moments = optimizer.update(grads, moments, params)
         return (optax.apply_updates(params, updates), moments), value
 
-    return Workload(step, params, jax.eval_shape(optimizer.init, params), batch, optimizer)
+    def gradient(params: Any, batch: Any) -> tuple[Any, Any]:
+        if microbatches == 1:
+            return jax.value_and_grad(loss)(params, batch)
+        part = lambda p, batch: (loss(p, batch) / microbatches, None)  # noqa: E731
+        return workloads.accumulated(part, params, batch, microbatches)
+
+    return Workload(step, params, jax.eval_shape(optimizer.init, params), batch, optimizer, gradient=gradient)
 
 
 def six(replicas: int, optimizer: str, smoke: bool) -> Workload:
@@ -452,7 +488,39 @@ def decoder(replicas: int, optimizer: str, sizes: Sizes) -> Workload:
     return replace(training(loss, params, optimizer, tokens), loss=loss)
 
 
-WORKLOADS = {"six": six, "transformer": transformer, "scanned": scanned, "offload": offload}
+def accumulating(replicas: int, optimizer: str, smoke: bool) -> Workload:
+    """The scanned layers, eight microbatches of one sequence per replica, weights and gradients in bfloat16."""
+    import jax
+    import jax.numpy as jnp
+
+    made = scanned(replicas, optimizer, smoke)
+    assert made.loss is not None
+    tokens = jax.ShapeDtypeStruct((8 * replicas, made.batch.shape[1]), jnp.int32)
+    return training(made.loss, made.params, optimizer, tokens, microbatches=8)
+
+
+def mixture(replicas: int, optimizer: str, smoke: bool) -> Workload:
+    """1.1 billion parameters: four layers of eight experts, to which 1024 tokens per replica are dispatched."""
+    import jax
+    import jax.numpy as jnp
+    import workloads
+
+    sizes = dict(width=64, layers=2, tokens=64) if smoke else dict(width=2048, layers=4, tokens=1024)
+    made = workloads.mixture(1, "sgd", **sizes, dtype=jnp.bfloat16)
+    loss = lambda params, batch: made.loss(params, (), batch, None)[0]  # noqa: E731
+    params = jax.eval_shape(lambda: made.create(jax.random.key(0))[0])
+    batch = tuple(jax.ShapeDtypeStruct((replicas, *x.shape[1:]), x.dtype) for x in made.batch)
+    return training(loss, params, optimizer, batch)
+
+
+WORKLOADS = {
+    "six": six,
+    "transformer": transformer,
+    "scanned": scanned,
+    "accumulating": accumulating,
+    "mixture": mixture,
+    "offload": offload,
+}
 
 
 # --- variants: the step, how its state rests, how its batch lies ----------------------------------------------------
@@ -493,6 +561,29 @@ def fsdp(workload: Workload, mesh: Any) -> tuple[Any, Any, Any]:
     everywhere, by_example = named(mesh), named(mesh, "data")
     state = jax.tree.map(rest, (workload.params, workload.moments))
     step = jax.jit(workload.step, in_shardings=(state, by_example), out_shardings=(state, everywhere), donate_argnums=0)
+    return step, state, by_example
+
+
+def over_data(workload: Workload, mesh: Any) -> tuple[Any, Any, Any]:
+    """As MaxText's `shard_optimizer_over_data`: weights and moments rest split alike; the step begins by constraining
+    the weights to be whole, and the gradients to lie as the weights rest.
+    """
+    import jax
+    import optax
+
+    _, state, by_example = fsdp(workload, mesh)
+    everywhere, gradient = named(mesh), workload.gradient
+    assert gradient is not None
+
+    def step(state_now: Any, batch: Any) -> Any:
+        params, moments = state_now
+        whole = jax.tree.map(lambda w: jax.lax.with_sharding_constraint(w, everywhere), params)
+        value, grads = gradient(whole, batch)
+        grads = jax.tree.map(jax.lax.with_sharding_constraint, grads, state[0])
+        updates, moments = workload.optimizer.update(grads, moments, params)
+        return (optax.apply_updates(params, updates), moments), value
+
+    step = jax.jit(step, in_shardings=(state, by_example), out_shardings=(state, everywhere), donate_argnums=0)
     return step, state, by_example
 
 
@@ -555,6 +646,7 @@ VARIANTS = {
     "replicated": replicated,
     "zero1": zero1,
     "fsdp": fsdp,
+    "over-data": over_data,
     "expert": expert,
     "shardstep": sharded("replicated"),
     "shardstep-sharded": sharded("sharded"),

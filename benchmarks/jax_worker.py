@@ -1,4 +1,4 @@
-"""One process of a JAX data-parallel run of the transformer of `workloads.py`: replicated `jit`, or shardstep.
+"""One process of a JAX data-parallel run of a model of `workloads.py`: by hand (`BY_HAND`), or shardstep.
 
     python jax_worker.py --variant shardstep --process 0 --processes 2 --port 1234
     python jax_worker.py --processes 2 --export start.npz       # weights and tokens, for other frameworks
@@ -17,7 +17,11 @@ from typing import Any
 
 from turns import pin, serve
 
-SIZES = {"transformer": {}, "smoke": {"width": 64, "vocabulary": 512, "heads": 4}}
+SIZES: dict[str, dict[str, Any]] = {
+    "transformer": {},
+    "scanned": {"width": 512, "layers": 8},  # scanned_gpt's: 27 million parameters
+    "smoke": {"width": 64, "vocabulary": 512, "heads": 4},
+}
 HEADS = 16
 
 
@@ -28,6 +32,7 @@ class Training:
     batch: Any
     compiled: Any
     compile_seconds: float
+    planned_wire_bytes: float | None  # what the plan says a process sends in a step; none where there is no plan
     parts: dict[str, float] = field(default_factory=dict)
 
     def step(self) -> float:
@@ -49,6 +54,7 @@ class Training:
             "arg_bytes": memory.argument_size_in_bytes,
             "temp_bytes": memory.temp_size_in_bytes,
             "wire_bytes": wire_bytes(found),
+            "planned_wire_bytes": self.planned_wire_bytes,
             "collectives": counts(found),
             "compile_s": self.compile_seconds,
         }
@@ -64,20 +70,34 @@ def _held(tree: Any) -> int:
 def workload(args: argparse.Namespace) -> Any:
     import workloads
 
-    return workloads.transformer(args.processes * args.devices, "adamw+clip", **SIZES[args.size])
+    create = workloads.scanned_gpt if args.size == "scanned" else workloads.transformer
+    return create(args.processes * args.devices, "adamw+clip", **SIZES[args.size])
 
 
-def step_of(variant: str, work: Any, mesh: Any) -> Any:
+# By hand: are weights split, are moments?
+BY_HAND = {"replicated": (False, False), "zero1": (False, True), "fsdp": (True, True)}
+
+
+def step_of(variant: str, work: Any, mesh: Any) -> tuple[Any, Any]:
+    """The step, and how its state rests where that is said by hand."""
     import jax
-    from jax.sharding import NamedSharding, PartitionSpec
+    from jax.sharding import NamedSharding
 
     import shardstep
 
-    if variant != "replicated":
-        return shardstep.shard(work.step, mesh, weights=variant.partition("-")[2] or "replicated")
-    everywhere, by_example = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
-    where = {"in_shardings": (everywhere, by_example), "out_shardings": (everywhere, everywhere)}
-    return jax.jit(work.step, **where, donate_argnums=0)
+    if variant not in BY_HAND:
+        return shardstep.shard(work.step, mesh, weights=variant.partition("-")[2] or "replicated"), None
+    from variants import BY_EXAMPLE, WHOLE, by_hand
+
+    layout = by_hand(jax.eval_shape(work.init), mesh, *BY_HAND[variant])
+    where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), layout)
+    step = jax.jit(
+        work.step,
+        in_shardings=(where, NamedSharding(mesh, BY_EXAMPLE)),
+        out_shardings=(where, NamedSharding(mesh, WHOLE)),
+        donate_argnums=0,
+    )
+    return step, where
 
 
 def create(args: argparse.Namespace) -> Training:
@@ -90,17 +110,19 @@ def create(args: argparse.Namespace) -> Training:
 
     work = workload(args)
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
-    step = step_of(args.variant, work, mesh)
+    step, where = step_of(args.variant, work, mesh)
     own = work.batch[args.process * args.devices : (args.process + 1) * args.devices]
     batch = jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec("data")), own)
     shapes = jax.eval_shape(work.init)
-    if hasattr(step, "plan"):
-        state = step.plan(shapes, batch).init(work.init)
+    planned = None
+    if where is None:
+        plan = step.plan(shapes, batch)
+        state, planned = plan.init(work.init), plan.wire_bytes.sharded
     else:
-        state = jax.jit(work.init, out_shardings=NamedSharding(mesh, PartitionSpec()))()
+        state = jax.jit(work.init, out_shardings=where)()
     started = time.perf_counter()
     compiled = step.lower(state, batch).compile()
-    return Training(step, state, batch, compiled, time.perf_counter() - started)
+    return Training(step, state, batch, compiled, time.perf_counter() - started, planned)
 
 
 def export(args: argparse.Namespace) -> None:
@@ -119,7 +141,7 @@ def export(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variant", choices=["replicated", "shardstep", "shardstep-sharded"])
+    parser.add_argument("--variant", choices=[*BY_HAND, "shardstep", "shardstep-sharded"])
     parser.add_argument("--process", type=int, default=0)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--devices", type=int, default=1, help="simulated ones, in each process")

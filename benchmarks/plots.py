@@ -3,6 +3,7 @@
 docs/images/bench-step.png      step time of every variant, relative to replicated jit
 docs/images/bench-memory.png    bytes of a device
 docs/images/bench-scaling.png   with the number of replicas, and with the size of the model
+docs/images/bench-history.png   by commit: results/history.jsonl
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
+from history import known
 from recorded import RESULTS, Row, cells, read
 from scaling import fit, sizes
 
@@ -29,6 +31,9 @@ COLOURS = {
     "expert": "#a0cbe8",
     "shardstep-sharded": "#2f6b4f",
     "expert-sharded": "#88d27a",
+    "over-data": "#b279a2",
+    "expert-layers": "#54a24b",
+    "expert-owned": "#72b7b2",
 }
 
 
@@ -39,7 +44,7 @@ def bars(rows: list[Row], value: Any, label: str, title: str) -> Any:
     where = np.arange(len(found))
     for i, (variant, colour) in enumerate(COLOURS.items()):
         heights = [value(cell, variant) if variant in cell else np.nan for cell in found.values()]
-        axes.bar(where + 0.1 * (i - 3.5), heights, 0.1, label=variant, color=colour)
+        axes.bar(where + 0.075 * (i - 5), heights, 0.075, label=variant, color=colour)
     names = [f"{k.workload}\n{k.optimizer}, {k.devices}" for k in found]
     axes.set_xticks(where, names, rotation=60, ha="right", fontsize=7)
     axes.set(ylabel=label, title=title)
@@ -89,6 +94,32 @@ def scaling(rows: list[Row]) -> Any:
     return figure
 
 
+def by_commit(entries: list[Row]) -> Any:
+    """shardstep's step relative to replicated `jit` of the same run: a line for each cell that was measured twice."""
+    whole = {_run(entry): entry["step_ms"] for entry in entries if entry["variant"] == "replicated"}
+    lines: dict[str, list[tuple[str, float]]] = {}
+    for entry in entries:
+        if entry["variant"] == "shardstep" and entry["devices"] > 1 and _run(entry) in whole:
+            name = f"{entry['workload']}, {entry['optimizer']}, {entry['devices']}"
+            when = f"{entry['date'][5:16].replace('T', ' ')} {entry['commit'][:7]}"
+            lines.setdefault(name, []).append((when, entry["step_ms"] / whole[_run(entry)]))
+    figure, axes = plt.subplots(figsize=(11, 5.5), layout="constrained")
+    order = sorted({when for points in lines.values() if len(points) > 1 for when, _ in points})
+    for name, points in lines.items():
+        if len(points) > 1:
+            axes.plot([order.index(when) for when, _ in points], [ratio for _, ratio in points], "o-", label=name)
+    axes.set_xticks(range(len(order)), order, rotation=90, fontsize=5)
+    axes.set(ylabel="shardstep's step, replicated jit = 1", title="By commit (lower is better)", ylim=(0, None))
+    axes.legend(fontsize=6, ncols=3)
+    axes.grid(alpha=0.3)
+    return figure
+
+
+def _run(entry: Row) -> tuple[Any, ...]:
+    """The rows of one cell are written together, by one process."""
+    return (*(entry[name] for name in ("workload", "optimizer", "devices", "commit")), entry["date"][:16])
+
+
 def with_replicas(rows: list[Row], variant: str) -> list[Row]:
     """The workload that was measured on most numbers of devices."""
     found: dict[tuple[str, str], list[Row]] = {}
@@ -110,10 +141,18 @@ def draw(rows: list[Row], folder: Path = IMAGES) -> list[Path]:
     return drawn
 
 
+def draw_history(entries: list[Row], folder: Path = IMAGES) -> Path:
+    figure = by_commit(entries)
+    path = folder / "bench-history.png"
+    figure.savefig(path, dpi=130, metadata={"Software": None})
+    plt.close(figure)
+    return path
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--out", type=Path, default=IMAGES)
     args = parser.parse_args()
-    for path in draw(read("latest", args.results), args.out):
+    for path in (*draw(read("latest", args.results), args.out), draw_history(known(args.results), args.out)):
         print(path)

@@ -84,7 +84,7 @@ SCRIPTS = {
     "growth": ("growth",),
     "checkpoints": ("checkpoints",),
     "torch": ("against_torch", "jax_worker", "torch_worker", "turns"),
-    "processes": ("processes", "jax_worker", "turns"),
+    "wire": ("against_torch", "jax_worker", "turns"),
     "tpu_aot": ("tpu_aot",),
     "tpu_paper": ("tpu_paper", "paper_models", "replica_mode", "tpu_aot"),
     "gpu_replica": ("gpu_replica",),

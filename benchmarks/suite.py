@@ -5,8 +5,10 @@
     python benchmarks/suite.py --only resnet50  # the cells of one workload; other rows stay as they are
 
 Each cell runs in a process of its own (see cell.py), in which its variants take turns. Rows are kept in
-`results/latest.json`, a list that is written anew after every cell; `results/calls.json` holds what a call costs in
-Python, `results/planning.json` what planning costs. The goals are judged from those files (goals.py), and so are the
+`results/latest.json`, a list that is written anew after every cell, with the commit and a digest of the code; the quick
+suite leaves the rows of other cells as they are. `results/calls.json` holds what a call costs in Python,
+`results/planning.json` what planning costs, `results/growth.json` how cost grows, `results/history.jsonl` the medians
+of every commit. The goals are judged from those files (goals.py), and so are the
 claims of the paper (claims.py).
 
 GPT-2-small is measured on 4 devices: 8 replicas of its Adam state and of its temporaries would need 20 GB.
@@ -133,16 +135,19 @@ def line(cell: dict[str, Row]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a few small cells")
-    parser.add_argument("--only", nargs="*", help="the cells of these workloads, or calls, or planning")
+    parser.add_argument("--only", nargs="*", help="the cells of these workloads, or calls, planning, growth")
     parser.add_argument("--out", type=Path, default=RESULTS, help="where the files go (default: %(default)s)")
     args = parser.parse_args()
     grid = [cell for cell in (QUICK if args.quick else FULL) if not args.only or cell.workload in args.only]
-    measure(grid, read("latest", args.out) if args.only else [], args.out)
+    measure(grid, read("latest", args.out) if args.only or args.quick else [], args.out)
     for part in ("calls", "planning"):
         if not args.only or part in args.only:
             print(part, flush=True)
             found = in_process("scaling.py", part, *(["--quick"] if args.quick else []))
             keep(part, [{**row, **revision(part)} for row in found], args.out)
+    if "growth" in args.only if args.only else not args.quick:
+        print("growth", flush=True)
+        keep("growth", in_process("growth.py"), args.out)
     history.record(read("latest", args.out), args.out)
     for goal in goals.judge(args.out):
         print(goal, flush=True)
@@ -157,7 +162,7 @@ def draw() -> None:
         return
     import plots
 
-    for path in plots.draw(read("latest")):
+    for path in (*plots.draw(read("latest")), plots.draw_history(history.known())):
         print(path)
 
 

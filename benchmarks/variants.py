@@ -58,18 +58,20 @@ def along(dim: int | None) -> PartitionSpec:
     return WHOLE if dim is None else PartitionSpec(*[None] * dim, AXIS)
 
 
+def by_hand(shapes: State, mesh: Mesh, weights: bool, moments: bool) -> State:
+    """PartitionSpecs of weights or moments by the first divisible dimension, or whole."""
+
+    def lay_out(tree: Any, split: bool) -> Any:
+        return jax.tree.map(lambda x: along(divisible(x.shape, mesh.size)) if split else WHOLE, tree)
+
+    return State(lay_out(shapes.params, weights), lay_out(shapes.optimizer, moments), lay_out(shapes.statistics, False))
+
+
 def annotated(name: str, weights: bool, moments: bool) -> Variant:
     """The step under `jit`, with its weights or moments laid out by the first divisible dimension, or whole."""
 
     def make(workload: Workload, mesh: Mesh) -> Contender:
-        shapes = jax.eval_shape(workload.init)
-
-        def lay_out(tree: Any, split: bool) -> Any:
-            return jax.tree.map(lambda x: along(divisible(x.shape, mesh.size)) if split else WHOLE, tree)
-
-        layout = State(
-            lay_out(shapes.params, weights), lay_out(shapes.optimizer, moments), lay_out(shapes.statistics, False)
-        )
+        layout = by_hand(jax.eval_shape(workload.init), mesh, weights, moments)
         where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), layout)
         step = jax.jit(
             workload.step,
@@ -88,13 +90,8 @@ def over_data(workload: Workload, mesh: Mesh) -> Contender:
     Weights and moments rest split alike. The step begins by constraining the weights to be whole, in the dtype in which
     they are accumulated over, and ends by constraining the gradients to rest as the weights do.
     """
-    shapes = jax.eval_shape(workload.init)
     optimizer = OPTIMIZERS[workload.optimizer].plain()
-
-    def lay_out(tree: Any, split: bool = True) -> Any:
-        return jax.tree.map(lambda x: along(divisible(x.shape, mesh.size)) if split else WHOLE, tree)
-
-    layout = State(lay_out(shapes.params), lay_out(shapes.optimizer), lay_out(shapes.statistics, split=False))
+    layout = by_hand(jax.eval_shape(workload.init), mesh, weights=True, moments=True)
     where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), layout)
     whole = NamedSharding(mesh, WHOLE)
 

@@ -316,9 +316,18 @@ def scanned_gpt(
 
 
 def mixture(
-    replicas: int, optimizer: str, width: int = 256, layers: int = 2, experts: int = 8, tokens: int = 64
+    replicas: int,
+    optimizer: str,
+    width: int = 256,
+    layers: int = 2,
+    experts: int = 8,
+    tokens: int = 64,
+    dtype: Any = jnp.float32,
 ) -> Workload:
-    """Mixture of experts: each token is dispatched to one of eight, up to a capacity, and what it makes is combined."""
+    """Mixture of experts: each token is dispatched to one of eight, up to a capacity, and what it makes is combined.
+
+    Weights are float32; products are taken in `dtype`.
+    """
     capacity = 2 * tokens // experts
 
     def create(key: jax.Array) -> list[dict[str, jax.Array]]:
@@ -338,9 +347,10 @@ def mixture(
         chosen = jax.nn.one_hot(jnp.argmax(gates, axis=-1), experts)
         position = jnp.cumsum(chosen, axis=0) * chosen - 1  # in the queue of its expert; -1 where it does not go
         sent = chosen[..., None] * jax.nn.one_hot(position.astype(jnp.int32), capacity)
-        queued = jnp.einsum("td,tec->ecd", x, sent)
-        made = jnp.einsum("ecf,efd->ecd", jax.nn.gelu(jnp.einsum("ecd,edf->ecf", queued, p["up"])), p["down"])
-        return jnp.einsum("ecd,tec,te->td", made, sent, gates)
+        up, down, sent = (a.astype(dtype) for a in (p["up"], p["down"], sent))
+        queued = jnp.einsum("td,tec->ecd", x.astype(dtype), sent)
+        made = jnp.einsum("ecf,efd->ecd", jax.nn.gelu(jnp.einsum("ecd,edf->ecf", queued, up)), down)
+        return jnp.einsum("ecd,tec,te->td", made, sent, gates.astype(dtype)).astype(x.dtype)
 
     def loss(params: Any, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
         x, target = batch

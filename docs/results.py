@@ -16,7 +16,8 @@ if str(BENCHMARKS) not in sys.path:
     sys.path.append(str(BENCHMARKS))
 
 from claims import claims  # noqa: E402
-from goals import judge  # noqa: E402
+from goals import default, judge  # noqa: E402
+from growth import slopes  # noqa: E402
 from recorded import RESULTS, Row, cells, kind, read  # noqa: E402
 from scaling import fit, sizes  # noqa: E402
 
@@ -25,7 +26,10 @@ NAMES = {
     "shard_map": "replicated `shard_map`",
     "zero1": "ZeRO-1 by hand",
     "fsdp": "FSDP by hand",
+    "over-data": "as MaxText's `shard_optimizer_over_data`",
     "expert": "expert",
+    "expert-layers": "expert, layer by layer",
+    "expert-owned": "expert, owned matrices",
     "shardstep-sharded": "shardstep, weights sharded",
     "expert-sharded": "expert, weights sharded",
 }
@@ -55,6 +59,88 @@ def circumstances(folder: Path) -> str:
         f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}; {machine['processor']}, {machine['cores']} cores,"
         f" {machine['memory_gb']:.0f} GB; {versions}. Load at the end of a cell: {loads[0]} to {loads[-1]}."
     )
+
+
+# Why another program is ahead, by what it is; read from compiled programs (see "What the programs say about it").
+REASONS = {
+    "fsdp": "XLA moves activations instead of weights, which is less where a replica has few examples",
+    "zero1": "gathers fewer weights than shardstep's default does here",
+    "replicated": "bound by the forward and backward pass; within the spread where it is less than 3 %",
+    "shard_map": "bound by the forward and backward pass; within the spread where it is less than 3 %",
+    "over-data": 'weights rest split there; `weights="sharded"` is the program to compare',
+    "expert": "XLA's CPU backend copies donated weights that rest replicated",
+    "expert-sharded": 'weights rest split there; `weights="sharded"` is the program to compare',
+    "expert-layers": "each layer is gathered inside the loop, by somebody who knows the model",
+    "expert-owned": "matrices are owned whole, by somebody who knows the optimizer",
+}
+BEHIND_EXPERT = 1.05
+SHORT = {"shard_map": "`shard_map`", "replicated": "`jit`", "zero1": "ZeRO-1", "fsdp": "FSDP", "over-data": "MaxText's"}
+
+
+def summary(folder: Path) -> str:
+    """One line for each cell: the best in bold; in red where shardstep's default is behind, and why."""
+    found = {key: cell for key, cell in cells(read("latest", folder)).items() if key.devices > 1}
+    by_hand = [name for name in SHORT if any(name in cell for cell in found.values())]
+    head = (
+        "",
+        *(SHORT[name] for name in by_hand),
+        "shardstep",
+        "weights sharded",
+        "an expert's best",
+        "why it is behind",
+    )
+    return table(head, (_summed(str(key), cell, by_hand) for key, cell in found.items()))
+
+
+def _summed(name: str, cell: dict[str, Row], by_hand: Sequence[str]) -> Sequence[str]:
+    experts = [variant for variant in cell if variant.startswith("expert")]
+    expert = min(experts, key=lambda variant: cell[variant]["step_ms"], default=None)
+    ours, times = default(cell), {variant: row["step_ms"] for variant, row in cell.items()}
+    best, ahead = min(times.values()), ahead_of(cell)
+
+    def shown(variant: str | None) -> str:
+        if variant not in cell:
+            return ""
+        text = f"{times[variant]:.0f}" if times[variant] >= 10 else f"{times[variant]:.1f}"
+        if times[variant] == best:
+            text = f"**{text}**"
+        return f'<span style="color:#c0392b">{text}</span>' if ahead and cell[variant] is ours else text
+
+    columns = (shown(variant) for variant in (*by_hand, "shardstep", "shardstep-sharded", expert))
+    return (name, *columns, "" if ahead is None else f"{NAMES.get(ahead, ahead)}: {REASONS[ahead]}")
+
+
+def ahead_of(cell: dict[str, Row]) -> str | None:
+    """Which program is ahead of what a user gets who asks for nothing: the fastest; an expert's by more than 5 %."""
+    ours = default(cell)["step_ms"]
+    beaten = {
+        variant: row["step_ms"] * (BEHIND_EXPERT if variant.startswith("expert") else 1)
+        for variant, row in cell.items()
+        if not variant.startswith("shardstep")
+    }
+    first = min(beaten, key=beaten.__getitem__, default=None)
+    return first if first is not None and beaten[first] < ours else None
+
+
+def growth_slopes(folder: Path) -> str:
+    """Exponents of power laws, beside what theory says."""
+    rows = (
+        (s.what, s.axis, str(s.points), f"{s.exponent:.2f}", f"{s.expected:g}", "" if s.as_expected else "**no**")
+        for s in slopes(read("growth", folder))
+    )
+    return table(("", "grows with", "points", "exponent", "expected", "as expected"), rows)
+
+
+def wire(folder: Path) -> str:
+    """What the kernel counted on loopback, beside the plan and the compiled program."""
+    rows = []
+    for r in read("wire", folder):
+        said = r["planned_wire_bytes"] or r["wire_bytes"]
+        sizes = (f"{r[k] / 1e6:.1f}" if r[k] else "" for k in ("planned_wire_bytes", "wire_bytes", "loopback_bytes"))
+        apart = f"{100 * (r['loopback_bytes'] / said - 1):+.1f} %" if said else ""
+        rows.append((r["workload"], str(r["devices"]), NAMES.get(r["variant"], r["variant"]), *sizes, apart))
+    head = ("", "processes", "", "plan, MB", "compiled program, MB", "kernel, MB", "kernel beside what was said")
+    return table(head, rows)
 
 
 def goals(folder: Path) -> str:
@@ -137,6 +223,9 @@ def planning(folder: Path) -> str:
 
 
 TABLES = {
+    "summary": summary,
+    "slopes": growth_slopes,
+    "wire": wire,
     "circumstances": circumstances,
     "goals": goals,
     "suite": suite,

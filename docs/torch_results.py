@@ -27,9 +27,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 def tables(result: list[dict[str, Any]]) -> str:
     first, known = result[0], {name: v for r in result for name, v in r["versions"].items()}
     versions = ", ".join(f"{k} {v}" for k, v in known.items())
-    lines = [
-        f"{first['date'][:10]}, {first['machine']['processor']}, {first['machine']['cores']} cores, {versions}."
-    ]
+    lines = [f"{first['date'][:10]}, {first['machine']['processor']}, {first['machine']['cores']} cores, {versions}."]
     for devices in sorted({r["devices"] for r in result}):
         lines += [
             "",

@@ -10,6 +10,8 @@ from pathlib import Path
 import cell
 import claims
 import goals
+import growth
+import history
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -326,6 +328,43 @@ def test_the_page_shows_what_is_in_the_files(hook, results, monkeypatch):
     assert "| 10,000 | 21.00 | 3.00 |" in page and "abacus" in page
 
 
+def test_the_summary_says_where_another_program_is_ahead_and_why(hook, results):
+    rows = rows_of("good", "adam", 0.9, **FAST, expert=96.0)
+    rows += rows_of("bad", "adam", 0.9, **{**FAST, "fsdp": 80.0})
+    lines = hook.summary(results(rows)).splitlines()
+    (good,) = [line for line in lines if line.startswith("| good")]
+    (bad,) = [line for line in lines if line.startswith("| bad")]
+    assert "color" not in good and "**96**" in good and good.endswith("|  |")  # an expert may be 5 % ahead
+    assert '<span style="color:#c0392b">100</span>' in bad and "**80**" in bad and "XLA moves activations" in bad
+
+
+def test_every_program_that_can_be_ahead_has_its_reason(hook):
+    ours = {"shardstep", "shardstep-sharded"}
+    assert set(hook.REASONS) == set(VARIANTS) - ours
+
+
+# -- growth ---------------------------------------------------------------------------------------------------------
+
+
+def test_slopes_are_exponents_and_say_whether_theory_holds():
+    def rows(figure, power):
+        return [{"axis": "replicas", "replicas": n, "weights": "sharded", figure: 7.0 * n**power} for n in (8, 64, 512)]
+
+    found = {s.what.split(",")[0]: s for s in growth.slopes(rows("state_bytes", -1) + rows("plan_cpu_s", 1))}
+    assert found["state_bytes"].exponent == pytest.approx(-1) and found["state_bytes"].as_expected
+    assert found["plan_cpu_s"].exponent == pytest.approx(1) and not found["plan_cpu_s"].as_expected
+    assert not growth.slopes(rows("state_bytes", -1)[:1])
+
+
+def test_what_grows_is_planned_and_compiled(monkeypatch):
+    """One point of the line: the plan and the compiled program agree on what is sent."""
+    monkeypatch.setattr(growth, "LAYERS", (2,))
+    scanned, unrolled = growth.with_layers()
+    for row in (scanned, unrolled):
+        assert row["compiled_wire_bytes"] == pytest.approx(row["wire_bytes"], rel=0.02)
+        assert row["plan_cpu_s"] > 0 and row["compile_cpu_s"] > 0 and row["layers"] == 2
+
+
 def test_the_committed_results_have_the_schema():
     rows = json.loads((ROOT / "benchmarks" / "results" / "latest.json").read_text())
     assert isinstance(rows, list) and rows
@@ -334,10 +373,12 @@ def test_the_committed_results_have_the_schema():
 
 def test_pictures_are_drawn(tmp_path):
     pytest.importorskip("matplotlib")
-    from plots import draw
+    from plots import draw, draw_history
 
     rows = rows_of("m", "adam", 0.9, **FAST) + rows_of("m", "adam", 0.9, devices=2, **FAST)
     for i in (1, 2, 3):
         rows += rows_of(f"transformer-{i}", "adamw+clip", 0.9, parameters=i * 8e6, **FAST)
     assert [p.name for p in draw(rows, tmp_path)] == ["bench-step.png", "bench-memory.png", "bench-scaling.png"]
+    entries = [history.line({**row, "date": f"2026-01-0{day}", "commit": "c"}) for row in rows for day in (1, 2)]
+    assert draw_history(entries, tmp_path).name == "bench-history.png"
     assert all(p.stat().st_size > 10_000 for p in tmp_path.glob("bench-*.png"))

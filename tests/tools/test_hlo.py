@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from shardstep._src.tools.hlo import collectives, counts, wire_bytes
+from shardstep._src.tools.hlo import collectives, counts, inside_loops, overlap, wire_bytes
 
 TPU = """HloModule jit_step, is_scheduled=true, num_partitions=16
 %all-reduce-scatter.1 (p: f32[2048,128]) -> f32[512,128] {
@@ -33,6 +33,55 @@ def test_reads_what_the_tpu_compiler_prints():
         ("reduce-scatter", "f32", 128 * 4, 16, 1),
         ("collective-permute", "f32", 8 * 4, 16, 1),
     ]
+
+
+GPU = """HloModule jit_step, is_scheduled=true, num_partitions=8
+%async_computation (p: f32[64]) -> f32[8] {
+  ROOT %reduce-scatter.9 = f32[8]{0} reduce-scatter(%p), replica_groups={}, to_apply=%add
+}
+%body (t: (f32[8], f32[64])) -> (f32[8], f32[64]) {
+  %ag = (f32[8]{0}, f32[64]{0}) all-gather-start(%x), replica_groups={}
+  %gemm = (f32[64]{0}, s8[9]{0}) custom-call(%y, %z), custom_call_target="__cublas$gemm"
+  %agd = f32[64]{0} all-gather-done(%ag)
+  ROOT %r = (f32[8], f32[64]) tuple(%x, %agd)
+}
+ENTRY %main (p: f32[8]) -> f32[64] {
+  %w = (f32[8], f32[64]) while(%t), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+  %rs = ((f32[64]{0}), f32[8]{0}) async-start(%g), calls=%async_computation
+  %sync = (f32[8]{0}, f32[64]{0}) all-gather-start(%p), replica_groups={}
+  %bitcast.1 = f32[8]{0} bitcast(%p)
+  %syncd = f32[64]{0} all-gather-done(%sync)
+  %loss = f32[] all-reduce(%l), replica_groups={}, to_apply=%add
+  %update = f32[8]{0} fusion(%p), kind=kLoop, calls=%fused
+  %rsd = f32[8]{0} async-done(%rs)
+  ROOT %o = f32[64]{0} copy(%syncd)
+}
+"""
+
+
+def test_what_is_sent_while_other_work_is_done():
+    """A product inside the loop hides the gather there; nothing stands between the start and the end of the other."""
+    gather, scatter = 256 * 7 / 8, 256 * 7 / 8
+    assert overlap(collectives(GPU)) == {
+        "reduce-scatter": (scatter, scatter),
+        "all-gather": (3 * gather, 4 * gather),
+        "all-reduce": (0.0, pytest.approx(2 * 4 * 7 / 8)),
+    }
+
+
+def test_a_collective_is_no_work_to_hide_another_behind():
+    """The TPU's scatters are fusions. One between the start and the end of a gather hides nothing."""
+    first = next(line for line in TPU.splitlines() if line.startswith("  %f = "))
+    start = next(line for line in TPU.splitlines() if line.startswith("  %s = "))
+    text = TPU.replace(f"{first}\n{start}", f"{start}\n{first}")
+    assert text != TPU and not any(c.overlapped for c in collectives(text))
+    assert any(c.overlapped for c in collectives(text.replace("calls=%all-reduce-scatter.1", "calls=%product")))
+
+
+def test_one_iteration_is_what_the_loops_repeat():
+    """Of a training loop: once what its body sends, without what stands before and after it."""
+    (gather,) = collectives(inside_loops(GPU))
+    assert (gather.kind, gather.bytes, gather.group, gather.times) == ("all-gather", 256, 8, 1)
 
 
 def compiled(fun, mesh, *args):

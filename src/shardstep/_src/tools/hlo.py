@@ -29,6 +29,7 @@ class Collective:
     arrays: int  # how many arrays travel in it
     name: str
     times: int = 1  # how often one step runs it, where the compiler knows how often its loops turn
+    overlapped: bool = False  # other work is scheduled between its start and its end
 
     @property
     def wire_bytes(self) -> float:
@@ -47,11 +48,13 @@ def collectives(text: str) -> list[Collective]:
     # The TPU hides a gather behind other work in pieces (start, steps, done), and all print it: one chain, one gather.
     chains = {m[1]: line for _, line in lines if (m := _CHAIN.search(line))}
     once = set(chains.values())
+    beside_work = _beside_work(computations)
     found = []
     for computation, line in lines:
         collective = _collective(line, computation, everyone, computation in loops)
         if collective is not None and (line in once or not _CHAIN.search(line)):
-            found.append(replace(collective, times=times[computation]))
+            overlapped = collective.name in beside_work or computation in beside_work
+            found.append(replace(collective, times=times[computation], overlapped=overlapped))
     return found
 
 
@@ -66,6 +69,19 @@ def counts(found: Iterable[Collective]) -> dict[str, int]:
 def wire_bytes(found: Iterable[Collective]) -> float:
     """Bytes each replica sends in one step. A loop counts as often as it turns; once, if only the data knows that."""
     return sum(collective.times * collective.wire_bytes for collective in found)
+
+
+def overlap(found: Iterable[Collective]) -> dict[str, tuple[float, float]]:
+    """By kind: the bytes each replica sends while it does other work, and all that it sends, in one step.
+
+    Only a scheduled program says so (`is_scheduled=true`): there the order of the text is the order of execution.
+    """
+    tally: dict[str, tuple[float, float]] = {}
+    for c in found:
+        hidden, whole = tally.get(c.kind, (0.0, 0.0))
+        sent = c.times * c.wire_bytes
+        tally[c.kind] = hidden + c.overlapped * sent, whole + sent
+    return tally
 
 
 def inside_loops(text: str) -> str:
@@ -149,6 +165,34 @@ def _header_int(text: str, name: str) -> int:
     header = text.split("\n", 1)[0]
     match = re.search(rf"\b{name}=(\d+)", header)
     return int(match[1]) if match else 1
+
+
+_START = re.compile(rf"^\s*(?:ROOT\s+)?{_NAME} = .*? [\w\-]+-start\(")
+_DONE = re.compile(rf" [\w\-]+-done\((?:.* )?{_NAME}\)")
+_WORK = re.compile(r" (?:fusion|custom-call|dot|convolution|while|conditional|call|sort|scatter|reduce)\(")
+_NO_WORK = re.compile(r'custom_call_target="(?:AllocateBuffer|Sharding|annotate_device_placement)"')
+
+
+def _beside_work(computations: dict[str, list[str]]) -> set[str]:
+    """What was started and is waited for after other work: names of instructions, and of computations that they run.
+
+    A fusion that is a collective itself (the TPU's `all-reduce-scatter`) is no work.
+    """
+    sending = {name for name, lines in computations.items() if any(map(_INSTRUCTION.match, lines))}
+    found: set[str] = set()
+    for lines in computations.values():
+        under_way: dict[str, str] = {}
+        worked: set[str] = set()  # those under way since which work was done
+        for line in lines:
+            if started := _START.match(line):
+                under_way[started[1]] = line
+            elif (done := _DONE.search(line)) and done[1] in under_way:
+                if done[1] in worked:
+                    found |= {done[1], *_called([under_way[done[1]]])}
+                del under_way[done[1]]
+            elif _WORK.search(line) and not _NO_WORK.search(line) and not _called([line]) & sending:
+                worked |= under_way.keys()
+    return found
 
 
 # --- one instruction ------------------------------------------------------------------------------------------------
