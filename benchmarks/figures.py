@@ -116,7 +116,7 @@ def _of_row(row: Row) -> Iterator[tuple[str, float]]:
             elif unit in ("ms", "us", "s", "mb"):
                 yield ("bytes" if unit == "mb" else "time"), value * SCALE["MB" if unit == "mb" else unit]
     if "cycles_update" in row:
-        yield "cycles", 1e3 * sum(row[f"cycles_{part}"] for part in ("update", "copies", "rest"))
+        yield "cycles", 1e3 * sum(value for key, value in row.items() if key.startswith("cycles_"))
     for one, other in (("arg_bytes", "temp_bytes"), ("argument_bytes", "temporary_bytes")):
         if one in row:
             yield "bytes", row[one] + row[other]

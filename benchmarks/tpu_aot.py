@@ -101,6 +101,31 @@ def matrices(replicas: int, optimizer: optax.GradientTransformation) -> Workload
     return training(loss, {"params": weights}, optimizer, batch)
 
 
+def masters(replicas: int, optimizer: optax.GradientTransformation) -> Workload:
+    """The same with the weights in bfloat16, and float32 masters that only the update reads; float32 gradients."""
+    examples = jax.ShapeDtypeStruct((16 * replicas, 2048), jnp.float32)
+
+    def loss(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    def step(state: State, x: jax.Array) -> tuple[State, jax.Array]:
+        value, grads = jax.value_and_grad(loss)(jax.tree.map(lambda w: w.astype(jnp.float32), state.params), x)
+        masters, moments = state.optimizer
+        with jax.named_scope(UPDATE):
+            updates, moments = optimizer.update(grads, moments, masters)
+            masters = optax.apply_updates(masters, updates)
+            weights = jax.tree.map(lambda w: w.astype(jnp.bfloat16), masters)
+        return State(weights, {}, (masters, moments)), value
+
+    def of(dtype: Any) -> list[jax.ShapeDtypeStruct]:
+        return [jax.ShapeDtypeStruct((2048, 2048), dtype)] * 4
+
+    kept = of(jnp.float32)
+    return Workload(step, State(of(jnp.bfloat16), {}, (kept, jax.eval_shape(optimizer.init, kept))), examples)
+
+
 class Block(nn.Module):
     heads: int
 
@@ -184,7 +209,7 @@ def resnet50(replicas: int, optimizer: optax.GradientTransformation) -> Workload
     return training(loss, variables, optimizer, {"image": images, "label": labels})
 
 
-WORKLOADS = {"matrices": matrices, "transformer": transformer, "resnet50": resnet50}
+WORKLOADS = {"matrices": matrices, "masters": masters, "transformer": transformer, "resnet50": resnet50}
 
 
 # --- variants -------------------------------------------------------------------------------------------------------

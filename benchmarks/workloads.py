@@ -193,7 +193,9 @@ def transformer(
         for p in params["layers"]:
             x = x + attention(norm(x, p["norm_attention"]) @ p["qkv"], heads, causal=True) @ p["out"]
             x = x + jax.nn.gelu(norm(x, p["norm_mlp"]) @ p["up"]) @ p["down"]
-        logits = norm(x, params["norm"]) @ params["unembedding"]
+        logits = (norm(x, params["norm"]) @ params["unembedding"]).astype(
+            jnp.float32
+        )  # also where weights are bfloat16
         return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]))
 
     batch = np.random.default_rng(0).integers(0, vocabulary, (replicas * sequences, length + 1), np.int32)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 
+import adopt
 import bench_check
 import figures
 import history
@@ -114,6 +116,55 @@ def test_a_digest_outlives_the_commit(repository):
     assert "the code differs" in str(found)
     measured(commit="0" * 12)  # from before there were digests, and nobody knows the commit: who can tell?
     assert list(bench_check.old(root / "results", root))
+
+
+# -- rows of other machines -----------------------------------------------------------------------------------------
+
+
+def test_rows_of_a_machine_without_git_get_the_commit_of_their_code():
+    here = recorded.revision("gpu_replica")
+    old = [{"workload": "six", "replicas": n, "optimizer": "adam", "commit": "a" * 12} for n in (8, 64)]
+    new = {**old[0], **here, "commit": "unknown"}
+    assert adopt.adopted("gpu_replica", old, [new]) == [{**new, "commit": here["commit"]}, old[1]]
+    with pytest.raises(adopt.OtherCode, match="other code"):
+        adopt.adopted("gpu_replica", old, [{**new, "code": "0" * 12}])
+    assert adopt.adopted("gpu_replica", old, [{**new, "failure": "stopped", "variants": {}}]) == old
+
+
+# -- what the kernel counts -----------------------------------------------------------------------------------------
+
+ALONE = """
+import socket, turns
+assert turns.sent_on_loopback() is None  # others send there too
+if not turns.be_alone_on_loopback():
+    raise SystemExit(77)
+before = turns.sent_on_loopback()
+with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as one:
+    other, _ = server.accept()
+    with other:
+        for _ in range(16):
+            one.sendall(bytes(2**20))
+            left = 2**20
+            while left:
+                left -= len(other.recv(left))
+print(turns.sent_on_loopback() - before)
+"""
+
+
+def test_the_kernel_counts_what_is_sent_on_loopback():
+    done = subprocess.run([sys.executable, "-c", ALONE], cwd=ROOT / "benchmarks", capture_output=True, text=True)
+    if done.returncode == 77:
+        pytest.skip("a network of its own is refused here: not root")
+    assert done.returncode == 0, done.stderr
+    assert 2**24 <= int(done.stdout) <= 1.02 * 2**24
+
+
+def test_the_plan_says_what_the_kernel_counts():
+    """Headers and acknowledgements included, to 5 %."""
+    rows = [row for row in read("wire") if row["planned_wire_bytes"]]
+    assert rows
+    for row in rows:
+        assert row["loopback_bytes"] == pytest.approx(row["planned_wire_bytes"], rel=0.05), row["variant"]
 
 
 # -- history --------------------------------------------------------------------------------------------------------
