@@ -79,7 +79,7 @@ def resnet50(images: int) -> Model:
 
     def loss(params: Any, batch: Any, everyone: Mean) -> jax.Array:
         x = jax.nn.relu(_convolve(params["stem"], batch["image"], everyone, 2))
-        x = jax.lax.reduce_window(x, jnp.bfloat16(-jnp.inf), jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
+        x = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
         for p, stride in zip(params["blocks"], strides, strict=True):
             y = jax.nn.relu(_convolve(p["reduce"], x, everyone))
             y = jax.nn.relu(_convolve(p["middle"], y, everyone, stride))

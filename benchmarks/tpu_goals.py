@@ -74,7 +74,7 @@ def _of_program(rows: Rows, topology: str, workload: str, optimizer: str, progra
     if by_hand := rows.get((*what, "zero1")):
         yield verdict("total (thousand cycles): below ZeRO-1 by hand", total(ours), total(by_hand))
     original = ORIGINAL_CYCLES.get(optimizer, {}).get(topology)
-    if workload == "matrices" and original and program == OURS[0]:
+    if workload in ("matrices", "masters") and original and program == OURS[0]:
         yield verdict("total (thousand cycles): the closed original's", total(ours), original)
         yield verdict("peak (MB): half of the closed original's", ours["peak_mb"], ORIGINAL_PEAK[topology] / 2)
 

@@ -29,7 +29,10 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def section(name: str) -> str:
-    rows = json.loads((BENCHMARKS / "results" / "tpu_aot.json").read_text())
+    if name.startswith("paper"):
+        rows = _read("tpu_paper")
+        return claims(rows) if name.endswith("claims") else paper(rows)
+    rows = _read("tpu_aot")
     if name == "about":
         module = _goals()
         gone = "; ".join(module.missing(module.indexed(rows))) or "nothing"
@@ -38,6 +41,44 @@ def section(name: str) -> str:
         dates = sorted(r["date"][:10] for r in rows)
         return f"{said}; compiled {' to '.join(dict.fromkeys((dates[0], dates[-1])))}.\n\nNot compiled yet: {gone}."
     return goals(rows) if name == "goals" else table([r for r in rows if r["workload"] == name])
+
+
+def _read(name: str) -> list[dict[str, Any]]:
+    path = BENCHMARKS / "results" / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else []
+
+
+def paper(rows: list[dict[str, Any]]) -> str:
+    """One line for each program: the update's share of its cycles, what it sends and how long that takes, its peak."""
+    head = ("topology", "model, per core", "optimizer", "program", "thousand cycles", "update, %", "sent, MB")
+    head = (*head, "wire, us (model)", "peak, MB")
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    total = _goals().total
+    for r in rows:
+        share = 100 * r["cycles_update"] / total(r)
+        cells = [r["topology"], r["workload"], r["optimizer"], _PROGRAMS.get(r["variant"], r["variant"])]
+        cells += [f"{total(r):.0f}", f"{share:.1f}", *(f"{r[k]:.0f}" for k in ("wire_mb", "predicted_us", "peak_mb"))]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+_PROGRAMS = {"zero1": "ZeRO-1 by hand", "original": "the closed original"}
+_PROGRAMS |= {f"weights {how}": f"shardstep, weights {how}" for how in ("replicated", "sharded")}
+
+
+def claims(rows: list[dict[str, Any]]) -> str:
+    """The paper's claim: what an expensive optimizer costs over a cheap one, in cycles and at the peak."""
+    goals = _goals()
+    found, lines = goals.indexed(rows), ["| topology | model, per core | program | optimizers | cycles | peak |"]
+    lines.append("|---|---|---|---|---|---|")
+    for (topology, workload, optimizer, program), r in found.items():
+        for simpler in ("sgd", "momentum"):
+            other = found.get((topology, workload, simpler, program))
+            if optimizer in ("adam", "lars") and other:
+                ratios = goals.total(r) / goals.total(other), r["peak_mb"] / other["peak_mb"]
+                cells = [topology, workload, _PROGRAMS.get(program, program), f"{optimizer} / {simpler}"]
+                lines.append(f"| {' | '.join(cells)} | {ratios[0]:.2f} | {ratios[1]:.2f} |")
+    return "\n".join(lines)
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -68,17 +68,32 @@ def test_what_was_not_compiled_is_named():
     assert partly.startswith("resnet50 on v3:4x4: adam zero1, adam weights sharded") and partly.count(",") == 6
 
 
-def test_the_table_of_the_docs_is_made_of_the_committed_rows():
-    sys.path.insert(0, str(ROOT / "docs"))
-    try:
-        import tpu_results
-    finally:
-        sys.path.pop(0)
+@pytest.fixture
+def docs(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    return importlib.import_module("tpu_results")
+
+
+def test_the_table_of_the_docs_is_made_of_the_committed_rows(docs):
     rows = json.loads((ROOT / "benchmarks" / "results" / "tpu_aot.json").read_text())
     assert len(indexed(rows)) == len(rows)  # no row twice
-    page = tpu_results.on_page_markdown((ROOT / "docs" / "tpu.md").read_text())
+    of_paper = json.loads((ROOT / "benchmarks" / "results" / "tpu_paper.json").read_text())
+    page = docs.on_page_markdown((ROOT / "docs" / "tpu.md").read_text())
     assert "{{" not in page and rows[0]["versions"]["libtpu"] in page
-    assert page.count("\n| v") == len(rows)
+    claims = docs.claims(of_paper).count("\n| v")
+    assert page.count("\n| v") == len(rows) + len(of_paper) + claims
+
+
+def test_the_claims_of_the_paper_are_ratios_of_optimizers(docs):
+    rows = [
+        {**row("lars", "original", 30.0, rest=170.0, peak=900.0), "workload": "resnet50-16"},
+        {**row("sgd", "original", 20.0, rest=140.0, peak=600.0), "workload": "resnet50-16"},
+        {**row("sgd", "replicated", 20.0), "workload": "resnet50-16"},
+    ]
+    *_, found = docs.claims(rows).splitlines()
+    assert found == "| v5e:2x2 | resnet50-16 | the closed original | lars / sgd | 1.25 | 1.50 |"
+    shown = docs.paper([{**r, "predicted_us": 7.0} for r in rows]).splitlines()[2]
+    assert shown == "| v5e:2x2 | resnet50-16 | lars | the closed original | 200 | 15.0 | 80 | 7 | 900 |"
 
 
 def test_cycles_are_told_apart():
