@@ -94,7 +94,7 @@ def values(name: str, rows: Iterable[Row]) -> Iterator[tuple[str, float]]:
     rows = list(rows)
     if name == "notes":
         for row in rows:
-            yield from ((UNITS[unit], value * SCALE[unit]) for value, unit in row["figures"])
+            yield from ((UNITS.get(unit, unit), value * SCALE.get(unit, 1)) for value, unit in row["figures"])
         return
     if name == "checkpoints":
         for what in {key for row in rows for key, value in row.items() if isinstance(value, float)}:
