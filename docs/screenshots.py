@@ -29,8 +29,10 @@ def main() -> int:
     (HERE / "images").mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, chromium() as browser:
         report = Path(folder) / "report.html"
-        command = ["explain", "shardstep._src.tools.demo.run:example", "--html", str(report)]
-        subprocess.run([sys.executable, "-m", "shardstep", *command], check=True, stdout=subprocess.DEVNULL)
+        program = Path(folder) / "train.py"  # the name that the page shows
+        program.write_text("from shardstep._src.tools.demo.run import example\n", encoding="utf-8")
+        command = [sys.executable, "-m", "shardstep", "explain", "train.py:example", "--html", str(report)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=folder)
         for name, width, height, theme in VIEWS:
             with opened(browser, report, width, height, theme) as page:
                 page.wait_for_timeout(500)

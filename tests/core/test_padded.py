@@ -105,6 +105,12 @@ def test_orbax_without_us(padded, value, tmp_path):
         standard.wait_until_finished()
         restored = standard.restore(tmp_path / "standard", {"w": padded})["w"]
     np.testing.assert_array_equal(restored, value)
+    with ocp.CheckpointManager(tmp_path / "managed") as manager:
+        manager.save(0, args=ocp.args.StandardSave({"w": padded}))
+        manager.wait_until_finished()
+        for target in ({"w": padded}, {"w": ocp.utils.to_shape_dtype_struct(padded)}):
+            managed = manager.restore(0, args=ocp.args.StandardRestore(target))["w"]
+            np.testing.assert_array_equal(managed, value)
     np.testing.assert_allclose(SHARDED(restored, X), SHARDED(padded, X))
 
 
