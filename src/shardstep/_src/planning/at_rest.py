@@ -43,9 +43,9 @@ def choose_weights(weights: str, options: Options, platform: str) -> tuple[str, 
 # CPU: benchmarks/suite.py, 4 weights of 1024x1024 on 8 devices: 29 ms sharded, 32 replicated. But simulated devices are
 # there to try things out, and whole weights are what evaluation code expects to find.
 _AUTO = {
-    "cpu": ("replicated", "on CPU evaluation code expects whole weights"),
-    "gpu": ("sharded", "on GPU less memory, and measured as fast or faster"),
-    "tpu": ("sharded", "on TPU less memory, and fewer estimated cycles"),
+    "cpu": ("replicated", "on CPU: evaluation expects whole weights"),
+    "gpu": ("sharded", "on GPU: less memory, and measured as fast or faster"),
+    "tpu": ("sharded", "on TPU: less memory and fewer estimated cycles"),
 }
 
 
