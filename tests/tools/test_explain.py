@@ -77,6 +77,14 @@ def test_what_is_worse_comes_first_and_is_red():
     assert styles[:2] == ["bold red", "bold red"] and "bold red" not in styles[2:]
 
 
+def test_host_memory_is_told_in_as_few_lines():
+    moments = tuple(replace(leaf, memory="pinned_host") if leaf.role == "auxiliary" else leaf for leaf in PLAN.leaves)
+    away = replace(PLAN, leaves=moments, why_offload="nothing else fits", lossy="gradients travel in 8 bits " * 5)
+    said = {s.topic: s for s in verdict(away)}
+    assert len(said) <= 9 and said["Host"].text.endswith("per device in host memory (nothing else fits)")
+    assert said["Precision"].line == said["Precision"].text  # what is worse is told to the end
+
+
 def test_nothing_sharded_is_said():
     def step(w, x):
         return w - jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)

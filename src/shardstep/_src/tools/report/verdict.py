@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 STATE = ("weight", "auxiliary", "frozen")
 LENGTH = 70  # of a sentence, beside its topic in 80 columns
+_MOST = 8  # sentences, beside the verdict itself
 _SAME = 0.005  # a difference that nobody would notice
 _SMALL = 0.01  # of the state: what stays whole and is smaller needs no explanation of its own
 
@@ -31,16 +32,18 @@ class Sentence:
 
     @property
     def line(self) -> str:
-        """What fits on a terminal; `--all` and the page say the rest."""
-        return self.text if len(self.text) <= LENGTH else f"{self.text[: LENGTH - 3].rstrip(' ,:;(')}..."
+        """What fits on a line of a terminal; the page says the rest. What is worse is never cut off."""
+        return self.text if self.worse or len(self.text) <= LENGTH else f"{self.text[: LENGTH - 3].rstrip(' ,:;(')}..."
 
 
 def verdict(plan: Plan) -> list[Sentence]:
     """At most nine sentences of one line each (an 8-bit wire is told at length), the worst first."""
     if plan.replicas == 1:
         return [Sentence("Verdict", "one replica: there is nothing to share, so the step runs as it is"), *_fit(plan)]
-    parts = (_fit, _precision, _totals, _times, _weights, _whole, _fallbacks)
+    parts = (_fit, _precision, _totals, _host, _times, _weights, _whole, _fallbacks)
     found = [sentence for part in parts for sentence in part(plan)]
+    if len(found) > _MOST:
+        found = [sentence for sentence in found if not sentence.text.startswith("nothing")]
     return [_headline(plan, found), *sorted(found, key=lambda s: not s.worse)]
 
 
@@ -90,6 +93,11 @@ def _totals(plan: Plan) -> Iterator[Sentence]:
     yield Sentence("Kept", f"per device {_change(plan.state_bytes)}{parts}", _more(plan.state_bytes))
     note = ", an estimate: XLA chooses" if plan.engine == "annotate" else ""
     yield Sentence("Sent", f"per device and step {_change(plan.wire_bytes)}{note}", _more(plan.wire_bytes))
+
+
+def _host(plan: Plan) -> Iterator[Sentence]:
+    if plan.host_bytes:
+        yield Sentence("Host", f"{size(plan.host_bytes)} per device in host memory ({plan.why_offload})")
 
 
 def _times(plan: Plan) -> Iterator[Sentence]:
