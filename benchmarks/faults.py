@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from launch import EXAMPLE, by_hand, started
 
 SAVE_EVERY = 5
+PATIENCE = 900  # seconds for the first step: processes start slowly on a machine that is busy
 STEP = re.compile(r"^step (\d+) loss ([\d.]+)", re.MULTILINE)
 
 
@@ -38,9 +39,14 @@ def commands(directory, count):
 
 def one_round(directory, count, k, chance):
     """Run, kill; what was shown up to then, and from where the run went on."""
-    with started(commands(directory, count), directory / f"logs-{count}-{k}") as processes:
+    quickly = {"JAX_COMPILATION_CACHE_DIR": str(directory / "compiled"), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    with started(commands(directory, count), directory / f"logs-{count}-{k}", [quickly] * count) as processes:
         start = time.monotonic()
-        while not STEP.search(processes.output()) and time.monotonic() < start + 120:
+        while not STEP.search(processes.output()):
+            ended = [p.poll() for p in processes.running]
+            if any(code is not None for code in ended) or time.monotonic() > start + PATIENCE:
+                print(f"no step was made; exit codes {ended}:\n{processes.output()[-3000:]}", flush=True)
+                break
             time.sleep(0.02)
         time.sleep(chance.uniform(0.0, 2.0))
         victim = chance.randrange(count)

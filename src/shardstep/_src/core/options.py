@@ -30,6 +30,8 @@ class Options:
             sends no more bytes: the replicas exchange their terms, and each adds those of its own part.
         wire: `"int8"`: large gradients travel in 8 bits, and so do weights that rest sharded, in blocks of 128 elements
             with a scale each. This changes the numbers: see how much with `shardstep.check`.
+        deterministic: sums over the examples and over the replicas are formed in an order that does not depend on the
+            number of replicas. Sums are not put off, so that more may be sent: the plan says how much.
         topology: read the devices as this machine, for example `"v5e:4x4"`; by default, as what they are. To plan for a
             machine from another one, and to test.
         memory: bytes that a device may use. A plan must fit: with `weights="auto"`, weights rest so that it does, if
@@ -51,6 +53,7 @@ class Options:
     gather_dtype: Any = None
     reduce: str | None = None
     wire: str | None = None
+    deterministic: bool = False
     topology: str | None = None
     memory: int | None = None
     offload: bool | None = None
@@ -78,6 +81,13 @@ class Options:
 
     def _check_wire(self) -> None:
         """What travels in one way cannot travel in another."""
+        if self.deterministic:
+            for name in ("reduce", "reduce_dtype", "wire"):
+                if (value := getattr(self, name)) is not None:
+                    raise ShardstepError(
+                        f"Options(deterministic=True, {name}={str(value)!r}): what is rounded on the way depends on the"
+                        f" number of replicas. Leave out {name}."
+                    )
         if self.wire is not None:
             for name in ("reduce", "reduce_dtype", "gather_dtype"):
                 if (value := getattr(self, name)) is not None:
@@ -101,7 +111,7 @@ def beyond_xla(options: Options) -> str:
     for name in ("reduce", "wire"):
         if (value := getattr(options, name)) is not None:
             return f"{name}={value!r}"
-    return ""
+    return "deterministic=True" if options.deterministic else ""
 
 
 def _floating(name: str, value: Any) -> Any:

@@ -193,6 +193,7 @@ class Schedule:
     transfers: tuple[tuple[Bundle, ...], ...]  # before each step, and last before the outputs
     fallbacks: tuple[Fallback, ...]
     preferences: tuple[tuple[Preference, ...], ...] = ()  # of the inputs
+    fixed_order: bool = False  # are sums formed in an order that knows no replicas?
     met_batch: frozenset[int] = frozenset()  # inputs that were read together with the examples
 
     def __str__(self) -> str:

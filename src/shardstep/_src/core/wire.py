@@ -24,9 +24,10 @@ SCALE = np.dtype(np.float32)
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """In which dtype terms and blocks travel."""
+    """In which dtype terms and blocks travel, and how terms are added."""
 
     dtype: Any
+    pairs: bool = False  # in pairs, in the order of the replicas (see core/fixed_order.py)
 
     @property
     def scaled(self) -> bool:
@@ -40,4 +41,4 @@ class Wire:
         return -(-elements // BLOCK) * (BLOCK + SCALE.itemsize)
 
     def __str__(self) -> str:
-        return str(jnp.dtype(self.dtype))
+        return f"{jnp.dtype(self.dtype)}{', in pairs' if self.pairs else ''}"

@@ -25,7 +25,7 @@ from .estimate import Estimate, estimate
 from .formatting import duration, size
 from .host_memory import hosted, leaf_by_leaf
 from .plan import Owned
-from .precision import added_in_float32, lossy, travel_in
+from .precision import check_order, lossy, travel_in, wire_notes
 from .propagation.boundary import Boundary
 from .propagation.forward import schedule
 from .propagation.memo import Memo
@@ -87,8 +87,9 @@ class Problem:
         roles = tuple(roles_of(captured, unsharded))
         passes.leave("roles", dict(zip(captured.paths, roles, strict=True)))
         small = small_bytes(captured, roles, replicas, options)
-        memo = Memo()
-        baseline = _baseline(captured, replicas.axes, memo)
+        check_order(options, captured.axis_name, replicas)
+        memo = Memo(sums_at_once=options.deterministic)
+        baseline = _baseline(captured, replicas.axes, Memo() if options.deterministic else memo)
         sliced = sliced_dims(captured.program, captured.state)
         memory = memory_limit(replicas, options.memory, options.topology)
         return cls(captured, replicas, options, unsharded, roles, small, sliced, baseline, memo, memory)
@@ -314,7 +315,7 @@ def _with_engine(problem: Problem, chosen: Attempt) -> Decided:
         peak=None if problem.memory is None else chosen.peak,
         fits=chosen.fits,
         lossy=lossy(decided, problem.options) if rewritten else "",
-        notes=tuple(filter(None, [added_in_float32(decided, problem.options)])) if rewritten else (),
+        notes=wire_notes(decided, problem.options) if rewritten else (),
         hosted=chosen.hosted,
         why_hosted=problem.why_hosted,
     )
@@ -335,7 +336,9 @@ def _question(problem: Problem, chosen: Attempt, shares: bool) -> engines.Questi
         uneven=any(is_padded(p) for i in captured.batch for p in decided.inputs[i]),
         shares=shares,
         explicit=meshes.explicit(replicas.user_mesh) is not None,
-        alone=replicas.count == 1 and problem.options.gather_dtype is None,  # one replica rounds as well
+        alone=replicas.count == 1
+        and problem.options.gather_dtype is None
+        and not problem.options.deterministic,  # one replica rounds as well
         owned=ownership.saved(decided, replicas),
         asks=beyond_xla(problem.options),
     )

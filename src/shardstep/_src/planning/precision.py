@@ -16,11 +16,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from ..core import fixed_order
+from ..core.errors import ShardstepError
 from ..core.layout import Layout, Partial, Replicated, Split, is_batch
 from ..core.options import Options
 from ..core.program import Atom, Var
 from ..core.schedule import Schedule, Step, Transfer
 from ..core.wire import BLOCK, Wire
+from ..machine.replicas import Replicas
 from .formatting import size
 from .propagation import loops
 
@@ -30,7 +33,8 @@ def travel_in(schedule: Schedule, options: Options, later: Container[int] = ()) 
 
     `later`: the outputs that meet the examples outside, where this is the body of a loop.
     """
-    if all(asked is None for asked in (options.reduce_dtype, options.gather_dtype, options.reduce, options.wire)):
+    asked = (options.reduce_dtype, options.gather_dtype, options.reduce, options.wire)
+    if all(a is None for a in asked) and not options.deterministic:
         return schedule
     meeting = _meeting_examples(schedule, later)
     replicas = math.prod(axis.size for axis in schedule.axes)
@@ -38,6 +42,8 @@ def travel_in(schedule: Schedule, options: Options, later: Container[int] = ()) 
 
     def dressed(t: Transfer) -> Transfer:
         large = _is_large(t, replicas)
+        if options.deterministic and _is_sum(t):
+            return replace(t, wire=Wire(jnp.dtype(t.var.array.dtype), pairs=True))
         if _is_gradient(t) and t.var not in meeting:
             return _summed(t, options, large)
         if gathered_in is None or not _is_weight(t, gathered_in) or not _only_met(schedule, t, meeting):
@@ -52,7 +58,7 @@ def travel_in(schedule: Schedule, options: Options, later: Container[int] = ()) 
         bodies = tuple(travel_in(body, options, outside) for body in step.bodies)
         steps.append(step._replace(bodies=bodies) if bodies else step)
     transfers = tuple(tuple(tuple(map(dressed, b)) for b in bundles) for bundles in schedule.transfers)
-    return replace(schedule, steps=tuple(steps), transfers=transfers)
+    return replace(schedule, steps=tuple(steps), transfers=transfers, fixed_order=options.deterministic)
 
 
 def _summed(t: Transfer, options: Options, large: bool) -> Transfer:
@@ -91,6 +97,48 @@ def added_in_float32(schedule: Schedule, options: Options) -> str:
     )
 
 
+def in_fixed_order(schedule: Schedule, options: Options) -> tuple[str, ...]:
+    """What is added in an order that knows no replicas, what that costs, and what is not."""
+    if not options.deterministic:
+        return ()
+    found = list(fixed_order.sums(schedule))
+    other = sorted({f"{s.equation.primitive} at {s.equation.line}" for s, terms in found if not terms})
+    if any(p.permuted for s in schedule.steps for layout in s.operands for p in layout if isinstance(p, Split)):
+        other.append("microbatches, which the replicas share in an order of their own")
+    told = (
+        f"deterministic=True: {len(found)} sums of up to {fixed_order.TERMS} terms are added in pairs, each at once, in"
+        f" {len([c for c in schedule.collectives if c.kind == 'all-to-all'])} exchanges"
+    )
+    but = f"deterministic=True: on another number of replicas another order for {'; '.join(other)}"
+    return (told, but) if other else (told,)
+
+
+def wire_notes(schedule: Schedule, options: Options) -> tuple[str, ...]:
+    """What the plan has to say about sums."""
+    return (*filter(None, [added_in_float32(schedule, options)]), *in_fixed_order(schedule, options))
+
+
+def check_order(options: Options, axis_name: str | None, replicas: Replicas) -> None:
+    """May sums be formed in a fixed order here?"""
+    if not options.deterministic:
+        return
+    if axis_name is not None:
+        raise ShardstepError(
+            f"Options(deterministic=True) with axis_name={axis_name!r}: a per-replica step says itself what is added"
+            " within a replica. Write the step for the whole batch."
+        )
+    if len(replicas.axes) > 1:
+        raise ShardstepError(
+            f"Options(deterministic=True) on {len(replicas.axes)} data axes (of the mesh, a torus, or group=): sums are"
+            " formed axis by axis there. Use one axis: axis=, group=the number of replicas."
+        )
+    if fixed_order.TERMS % replicas.count:
+        raise ShardstepError(
+            f"Options(deterministic=True) on {replicas.count} replicas: sums are formed in pairs of up to"
+            f" {fixed_order.TERMS} terms. Use 1, 2, 4, ... {fixed_order.TERMS} replicas."
+        )
+
+
 def _transfers(schedule: Schedule) -> Iterator[Transfer]:
     for bundles in schedule.transfers:
         for bundle in bundles:
@@ -109,11 +157,16 @@ def _is_large(t: Transfer, replicas: int) -> bool:
 
 def _is_gradient(t: Transfer) -> bool:
     """A sum over replicas is formed of more than one number."""
+    return _is_sum(t) and t.var.array.ndim > 0 and jnp.issubdtype(t.var.array.dtype, jnp.floating)
+
+
+def _is_sum(t: Transfer) -> bool:
+    """A sum of floats over replicas is formed."""
     formed = any(
         isinstance(a, Partial) and a.op == "add" and not isinstance(b, Partial)
         for a, b in zip(t.source, t.target, strict=True)
     )
-    return formed and t.var.array.ndim > 0 and jnp.issubdtype(t.var.array.dtype, jnp.floating)
+    return formed and t.var.array.size > 0 and jnp.issubdtype(t.var.array.dtype, jnp.inexact)
 
 
 def _is_weight(t: Transfer, dtype: Any) -> bool:

@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..core import compat
-from ..core.layout import Axis, Layout, Replicated, Split, whole
+from ..core import compat, fixed_order
+from ..core.layout import PARTIAL, Axis, Layout, Placement, Replicated, Split, whole
 from ..core.program import Atom, Literal, Var
 from ..core.schedule import Bundle, Schedule, Step
 from ..core.user_shardings import Kept, by_axes, in_parts
@@ -26,6 +27,7 @@ from .blocks import block_of
 from .collectives import convert, varying
 from .host_memory import Stream
 from .packing import transfer
+from .terms import in_pairs
 
 NO_HINTS: Mapping[Atom, Kept] = {}
 NOTHING: Mapping[int, int] = {}
@@ -73,7 +75,8 @@ def run(
         with compat.at_source(step.equation.sources):
             move(bundles)
             operands = [read(a, layout) for a, layout in zip(step.equation.inputs, step.operands, strict=True)]
-            results = _results(step, operands, axes)
+            act = _in_fixed_order if schedule.fixed_order else _results
+            results = act(step, operands, axes)
         for var, layout, value in zip(step.equation.outputs, step.results, results, strict=True):
             write(var, layout, value)
         stream.send(k, env)
@@ -124,6 +127,25 @@ def _results(step: Step, operands: list[Any], axes: tuple[Axis, ...]) -> Sequenc
     names = tuple(name for axis in axes for name in axis.names)
     local = Local(equation.primitive, ruling.params, inputs, outputs, names)
     return ruling.emit(local, *operands)
+
+
+def _in_fixed_order(step: Step, operands: list[Any], axes: tuple[Axis, ...]) -> Sequence[Any]:
+    """The same, where an equation makes a sum over split operands: of a fixed number of terms, added in pairs."""
+    count = 0 if step.bodies else fixed_order.terms(step, axes)
+    if count < 2:
+        return _results(step, operands, axes)
+    parts = [_parts(x, p, count) for x, (p,) in zip(operands, step.operands, strict=True)]
+    made = [_results(step, list(part), axes) for part in zip(*parts, strict=True)]
+    return [in_pairs(found) for found in zip(*made, strict=True)]
+
+
+def _parts(x: Any, placement: Placement, count: int) -> list[Any]:
+    """An operand as each term of the sum reads it. What is a term of a sum itself is added once."""
+    if isinstance(placement, Split):
+        d, outer = placement.dim, placement.outer
+        seen = x.reshape(*x.shape[:d], outer, -1, *x.shape[d + 1 :])
+        return [part.reshape(*x.shape[:d], -1, *x.shape[d + 1 :]) for part in jnp.split(seen, count, d + 1)]
+    return [x] + [jnp.zeros_like(x) if placement == PARTIAL else x] * (count - 1)
 
 
 def _alike(operands: list[Any]) -> list[Any]:

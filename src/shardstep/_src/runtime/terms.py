@@ -6,6 +6,7 @@ Each replica sends every other the terms of the block that the other keeps, and 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,8 @@ def scatter_terms(blocks: jax.Array, wire: Wire, axis: Axis) -> jax.Array:
     sent = _encoded(blocks, wire, axis)
     got = lax.all_to_all(sent, axis.name, split_axis=0, concat_axis=0, tiled=True)
     terms = _decoded(got, (n, *block), wire, axis)
+    if wire.pairs:
+        return in_pairs([t.astype(blocks.dtype) for t in terms])
     return jnp.sum(terms, axis=0).astype(blocks.dtype)
 
 
@@ -29,6 +32,22 @@ def gather_row(x: jax.Array, wire: Wire, axis: Axis) -> jax.Array:
     sent = _encoded(x[None], wire, axis)
     got = lax.all_gather(sent, axis.name, axis=0, tiled=True, to="invarying")
     return _decoded(got, (axis.size, *x.shape), wire, axis).astype(x.dtype)
+
+
+def in_pairs(terms: Sequence[jax.Array]) -> jax.Array:
+    """Neighbours first, then the sums of neighbours: of a power of two. Each sum is rounded to its dtype."""
+    terms = [_rounded(t) for t in terms]
+    while len(terms) > 1:
+        terms = [_rounded(a + b) for a, b in zip(terms[::2], terms[1::2], strict=True)]
+    return terms[0]
+
+
+def _rounded(x: jax.Array) -> jax.Array:
+    """XLA may carry 16-bit floats in 32 bits from one operation to the next, and does so where it fuses the two."""
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize > 2:
+        return x
+    info = jnp.finfo(x.dtype)
+    return lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
 
 
 def reduce_terms(x: jax.Array, wire: Wire, axis: Axis) -> jax.Array:
@@ -53,7 +72,7 @@ def _decoded(got: jax.Array, shape: tuple[int, ...], wire: Wire, axis: Axis) -> 
     if wire.scaled:
         return _unscaled(got, shape)
     arrived = got if got.dtype == wire.dtype else lax.bitcast_convert_type(got, wire.dtype)
-    return arrived.astype(jnp.float32)
+    return arrived if wire.pairs else arrived.astype(jnp.float32)
 
 
 def _scaled(x: jax.Array) -> jax.Array:

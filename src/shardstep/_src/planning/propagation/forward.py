@@ -17,8 +17,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import jax.numpy as jnp
+
 from ...core import compat
 from ...core.layout import (
+    PARTIAL,
     REPLICATED,
     Axis,
     Layout,
@@ -176,10 +179,16 @@ class Forward(Values):
                 forms[atom] = self.memo.added(forms[atom], layout)
                 conversions.append(Conversion(i, source, layout, forms[atom]))
         results = tuple(
-            self.memo.forms((seen, made), (made,), self.preferences[v])
+            self.memo.forms(self.shown(v, seen, made), (made,), self.preferences[v])
             for v, seen, made in zip(equation.outputs, ruling.seen, ruling.results, strict=True)
         )
         return Outcome(ruling, tuple(conversions), results, any(is_batch(p) for f in forms.values() for p in f.primary))
+
+    def shown(self, var: Var, seen: Layout, made: Layout) -> tuple[Layout, ...]:
+        """The layouts in which readers see a result."""
+        if not self.memo.sums_at_once or PARTIAL not in seen or not jnp.issubdtype(var.array.dtype, jnp.inexact):
+            return seen, made
+        return (tuple(REPLICATED if p == PARTIAL else p for p in seen),)
 
     def decide_loop(self, equation: Equation) -> Step:
         """Or a branch."""

@@ -89,7 +89,8 @@ class Outcome:
 class Memo:
     """What was found out before, by situation. For one set of axes."""
 
-    def __init__(self) -> None:
+    def __init__(self, sums_at_once: bool = False) -> None:
+        self.sums_at_once = sums_at_once  # readers are never shown the terms of a sum of floats
         self.kinds = Kinds()
         self.outcomes: dict[MemoKey, Outcome] = {}  # of the forward walk
         self.requests: dict[MemoKey, tuple[tuple[int, Preferences], ...]] = {}  # of the backward walk, by operand
