@@ -14,23 +14,31 @@ import math
 from collections.abc import Iterator
 
 import jax.numpy as jnp
+from jax import lax
 
 from .layout import PARTIAL, Axis, Split
 from .schedule import Schedule, Step
 
 TERMS = 64
 LEAST = 2
+_PRODUCTS = (lax.dot_general_p, lax.conv_general_dilated_p)
 
 
 def terms(step: Step, axes: tuple[Axis, ...]) -> int:
-    """How many terms of a sum each replica adds; 0: within a replica the order is XLA's own."""
+    """In how many parts each replica does an equation, one after the other; 0: the order within a replica is XLA's.
+
+    A sum over the examples is then added in pairs. A product with the examples is done in the same parts: for another
+    number of rows, a library may add up the columns in another order.
+    """
     (axis,) = axes
     equation, ruling = step.equation, step.ruling
     split = [(a, p) for a, (p,) in zip(equation.inputs, ruling.operands, strict=True) if isinstance(p, Split)]
     plain = all(p.batch and not p.extent and not p.permuted for _, p in split)
     if not split or not plain or ruling.emit is not None or dict(ruling.params) != dict(equation.params):
         return 0
-    if any(p != PARTIAL for (p,) in ruling.results):
+    summed = all(p == PARTIAL for (p,) in ruling.results)
+    rows = equation.primitive in _PRODUCTS and all(isinstance(p, Split) for (p,) in ruling.results)
+    if not summed and not rows:
         return 0
     sizes = [a.array.shape[p.dim] // p.outer for a, p in split]
     whole = math.gcd(TERMS, *sizes)

@@ -107,7 +107,8 @@ def in_fixed_order(schedule: Schedule, options: Options) -> tuple[str, ...]:
         other.append("microbatches, which the replicas share in an order of their own")
     told = (
         f"deterministic=True: {len(found)} sums of up to {fixed_order.TERMS} terms are added in pairs, each at once, in"
-        f" {len([c for c in schedule.collectives if c.kind == 'all-to-all'])} exchanges"
+        f" {len([c for c in schedule.collectives if c.kind == 'all-to-all'])} exchanges; products with the examples are"
+        " done in as many parts"
     )
     but = f"deterministic=True: on another number of replicas another order for {'; '.join(other)}"
     return (told, but) if other else (told,)

@@ -130,13 +130,14 @@ def _results(step: Step, operands: list[Any], axes: tuple[Axis, ...]) -> Sequenc
 
 
 def _in_fixed_order(step: Step, operands: list[Any], axes: tuple[Axis, ...]) -> Sequence[Any]:
-    """The same, where an equation makes a sum over split operands: of a fixed number of terms, added in pairs."""
+    """The same, in parts that are as large on any number of replicas: sums are added in pairs, rows joined again."""
     count = 0 if step.bodies else fixed_order.terms(step, axes)
     if count < 2:
         return _results(step, operands, axes)
     parts = [_parts(x, p, count) for x, (p,) in zip(operands, step.operands, strict=True)]
     made = [_results(step, list(part), axes) for part in zip(*parts, strict=True)]
-    return [in_pairs(found) for found in zip(*made, strict=True)]
+    found = zip(zip(*made, strict=True), step.results, strict=True)
+    return [in_pairs(parts) if p == PARTIAL else _rejoined(parts, p) for parts, (p,) in found]
 
 
 def _parts(x: Any, placement: Placement, count: int) -> list[Any]:
@@ -146,6 +147,14 @@ def _parts(x: Any, placement: Placement, count: int) -> list[Any]:
         seen = x.reshape(*x.shape[:d], outer, -1, *x.shape[d + 1 :])
         return [part.reshape(*x.shape[:d], -1, *x.shape[d + 1 :]) for part in jnp.split(seen, count, d + 1)]
     return [x] + [jnp.zeros_like(x) if placement == PARTIAL else x] * (count - 1)
+
+
+def _rejoined(parts: Sequence[Any], split: Split) -> Any:
+    """The undoing of `_parts`."""
+    d, outer = split.dim, split.outer
+    seen = [x.reshape(*x.shape[:d], outer, -1, *x.shape[d + 1 :]) for x in parts]
+    whole = jnp.concatenate(seen, d + 1)
+    return whole.reshape(*whole.shape[:d], -1, *whole.shape[d + 2 :])
 
 
 def _alike(operands: list[Any]) -> list[Any]:
