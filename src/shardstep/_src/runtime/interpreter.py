@@ -137,7 +137,7 @@ def _in_fixed_order(step: Step, operands: list[Any], axes: tuple[Axis, ...]) -> 
     parts = [_parts(x, p, count) for x, (p,) in zip(operands, step.operands, strict=True)]
     made = [_results(step, list(part), axes) for part in zip(*parts, strict=True)]
     found = zip(zip(*made, strict=True), step.results, strict=True)
-    return [in_pairs(parts) if p == PARTIAL else _rejoined(parts, p) for parts, (p,) in found]
+    return [_rejoined(parts, p) if isinstance(p, Split) else in_pairs(parts) for parts, (p,) in found]
 
 
 def _parts(x: Any, placement: Placement, count: int) -> list[Any]:
