@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 from steps import mesh_of
 
@@ -135,6 +137,43 @@ def equinox_loss(params, x):
     return jnp.mean(out**2)
 
 
+def residuals_offloaded(params, x):
+    """What the backward pass needs waits in the memory of the host."""
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["hidden"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+    @functools.partial(jax.checkpoint, policy=policy)
+    def body(x, w):
+        hidden = checkpoint_name(jax.nn.gelu(x @ w["up"] + w["bias"]), "hidden")
+        return x + hidden @ w["down"], None
+
+    return jnp.mean(lax.scan(body, x, params)[0] ** 2)
+
+
+class NnxLayer(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(WIDTH, HIDDEN, rngs=rngs)
+        self.down = nnx.Linear(HIDDEN, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(jax.nn.gelu(self.up(x)))
+
+
+def nnx_layers():
+    make = nnx.split_rngs(splits=LAYERS)(nnx.vmap(NnxLayer, in_axes=0, out_axes=0))
+    return nnx.split(make(nnx.Rngs(0)))
+
+
+def nnx_loss(params, x):
+    layers = nnx.merge(nnx_layers()[0], params)
+    run = nnx.scan(lambda layer, x: layer(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+    return jnp.mean(run(layers, x) ** 2)
+
+
 FORMS = {
     "plain": (scanned, stacked),
     "bfloat16": (functools.partial(scanned, dtype=jnp.bfloat16), stacked),
@@ -148,6 +187,7 @@ FORMS = {
         two_groups,
         lambda: {"first": stacked(4), "second": stacked(2, seed=1), "embed": stacked(1)["up"][0, :, :WIDTH]},
     ),
+    "remat, residuals offloaded": (residuals_offloaded, stacked),
     "microbatches": (in_microbatches, stacked),
     "blocks of layers": (blocks_of_layers, stacked),
     "indexed": (indexed, stacked),
@@ -157,6 +197,7 @@ FORMS = {
     ),
     "haiku": (HAIKU.apply, lambda: HAIKU.init(jax.random.key(0), examples())),
     "equinox": (equinox_loss, equinox_layers),
+    "nnx": (nnx_loss, lambda: nnx_layers()[1]),
 }
 WIDTHS = {"odd width": 45}
 
@@ -172,18 +213,45 @@ RESTING = [
 
 @pytest.mark.parametrize(("form", "weights", "replicas"), RESTING)
 def test_numbers_are_those_of_the_plain_step(form, weights, replicas):
+    assert_plain(form, replicas, weights=weights, options=shardstep.Options(donate=False))
+
+
+def assert_plain(form, replicas, **how):
     loss, init = FORMS[form]
     step = adam_step(loss)
     x = examples(WIDTHS.get(form, WIDTH))
     state = adam_state(eqx.filter(init(), eqx.is_array) if form == "equinox" else init())
     expected, value = jax.jit(step)(state, x)
-    sharded = shardstep.shard(step, mesh_of(replicas), weights=weights, options=shardstep.Options(donate=False))
-    found, found_value = sharded(state, x)
+    found, found_value = shardstep.shard(step, mesh_of(replicas), **how)(state, x)
     narrow = form in ("bfloat16", "remat", "remat, products saved")
     np.testing.assert_allclose(found_value, value, rtol=2e-2 if narrow else 1e-5)
     for a, b in zip(jax.tree.leaves(shardstep.logical(found)), jax.tree.leaves(expected), strict=True):
         # an update moves a weight by at most 1e-2; bfloat16 gradients are summed in another order
         np.testing.assert_allclose(a, b, atol=2e-3 if narrow else 2e-5)
+
+
+ONCE = [
+    *(pytest.param(form, replicas) for form, replicas in (("remat", 8), ("plain", 3), ("bfloat16", 2))),
+    *(pytest.param(form, 8, marks=pytest.mark.thorough) for form in FORMS if form not in ("remat", "plain")),
+]
+
+
+@pytest.mark.parametrize(("form", "replicas"), ONCE)
+def test_numbers_stay_so_where_layers_are_gathered_once(form, replicas):
+    assert_plain(form, replicas, weights="sharded", options=shardstep.Options(donate=False, layers="once"))
+
+
+def test_steps_in_a_loop_around_scanned_layers():
+    step = adam_step(scanned)
+    state, xs = adam_state(stacked()), jnp.stack([examples(), 2 * examples()])
+    loop = lambda state, xs: lax.scan(step, state, xs)  # noqa: E731
+    sharded = shardstep.shard(
+        loop, mesh_of(8), weights="sharded", batch_axis=1, options=shardstep.Options(donate=False)
+    )
+    for a, b in zip(
+        jax.tree.leaves(shardstep.logical(sharded(state, xs))), jax.tree.leaves(loop(state, xs)), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("weights", ("replicated", "sharded"))
@@ -279,6 +347,35 @@ def test_each_layer_is_gathered_and_scattered_inside_the_loop(dtype):
     shapes = ((128, 256), (256, 128))
     gathers = [("all-gather", jnp.dtype(dtype).name, shape) for shape in shapes for _ in range(2)]
     assert kinds == sorted([*gathers, *(("reduce-scatter", "float32", shape) for shape in shapes)])
+
+
+def planned(loss, weights="auto", **options):
+    state = jax.eval_shape(lambda: adam_state(stacked(8, 128, 256)))
+    machine = shardstep.Options(topology="h200:8", bucket_bytes=0, **options)
+    sharded = shardstep.shard(adam_step(loss), mesh_of(8), weights=weights, options=machine)
+    return sharded.plan(state, jax.ShapeDtypeStruct((4096, 128), jnp.float32))
+
+
+HOW = {"remat": with_policy(None), "bfloat16": functools.partial(scanned, dtype=jnp.bfloat16), "float32": scanned}
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_layers_are_gathered_once_where_memory_is_given(how):
+    """Then no more is sent than in the replicated step; one by one, half as much again."""
+    each, once = (planned(HOW[how], "sharded", layers=layers) for layers in ("each", "once"))
+    assert each.wire_bytes.ratio > 1.4 and once.wire_bytes.ratio <= 1.0
+    assert once.peak_bytes.sharded > each.peak_bytes.sharded
+    (dtype,) = {c.dtype for c in once.collectives if c.kind == "all-gather"}
+    assert dtype == ("float32" if how == "float32" else "bfloat16")
+    assert planned(HOW[how], "sharded").wire_bytes == each.wire_bytes
+    plenty, tight = planned(HOW[how]), planned(HOW[how], memory=each.peak_bytes.sharded + 1)
+    assert plenty.wire_bytes == once.wire_bytes and "gathered once" in plenty.why_weights
+    assert tight.weights == "sharded" and tight.wire_bytes == each.wire_bytes and tight.fits
+
+
+def test_options_refuse_another_way_to_gather_layers():
+    with pytest.raises(shardstep.ShardstepError, match="layers"):
+        shardstep.Options(layers="twice")
 
 
 def test_optax_state_follows_its_weights():

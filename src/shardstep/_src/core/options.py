@@ -37,6 +37,9 @@ class Options:
         memory: bytes that a device may use. A plan must fit: with `weights="auto"`, weights rest so that it does, if
             that is possible. None: what the device says it has (`memory_stats()["bytes_limit"]`), or what the named
             topology has; on CPU, no limit.
+        layers: where layers that are stacked and scanned are gathered, if their weights rest sharded. `"each"`: one by
+            one, inside the loop, again in the backward pass; least memory. `"once"`: all of them, in front of the loop;
+            fewest bytes sent. None: one by one, unless `weights="auto"` finds that all of them fit and are faster.
         offload: let optimizer state rest in the host's memory (`pinned_host`), from where it streams through the update
             leaf by leaf. True: all of it that is sharded. False: none. None: if nothing else fits. On CPU a device's
             memory is the host's, and nothing is moved.
@@ -56,6 +59,7 @@ class Options:
     deterministic: bool = False
     topology: str | None = None
     memory: int | None = None
+    layers: str | None = None
     offload: bool | None = None
     donate: bool = True
     check: bool = True
@@ -74,6 +78,8 @@ class Options:
             if getattr(self, name) not in (None, known):
                 raise ShardstepError(f"Options({name}={getattr(self, name)!r}): use {known!r} or None")
         self._check_wire()
+        if self.layers not in ("each", "once", None):
+            raise ShardstepError(f"Options(layers={self.layers!r}): use 'each', 'once', or None")
         if self.offload not in (True, False, None):
             raise ShardstepError(f"Options(offload={self.offload!r}): use True, False, or None (if nothing else fits)")
         if self.engine not in ENGINES:

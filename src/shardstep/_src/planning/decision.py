@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
+from ..capture.casts_in_front import casts_in_front
 from ..capture.step import Captured
 from ..core import meshes, passes
 from ..core.execution import Execution
@@ -100,6 +101,12 @@ class Problem:
         found = Problem.of(replace(self.captured, program=program), self.replicas, self.options)
         return replace(found, why_hosted=why)
 
+    def gathering_once(self) -> Problem:
+        """The same with scanned layers gathered in front of their loops, in the dtype in which they are read."""
+        program = passes.leave("casts in front", casts_in_front(self.captured.program))
+        captured = replace(self.captured, program=program)
+        return replace(self, captured=captured, memo=Memo(self.memo.sums_at_once, gathers_once=True))
+
     @property
     def donated(self) -> Mapping[int, int]:
         """The outputs that may be written over an input, and over which."""
@@ -174,13 +181,13 @@ def _decided(problem: Problem, weights: str) -> Decided:
     chosen = _chosen(problem, weights)
     stacked = ownership.stacked(captured, problem.unsharded, replicas)
     if stacked is captured:
-        return _with_engine(problem, chosen)
+        return _with_engine(chosen)
     owning = replace(problem, captured=stacked)
     other = _chosen(owning, weights)
     times = [ownership.seconds(attempt.schedule, replicas) for attempt in (other, chosen)]
     taken = other.fits >= chosen.fits and (times[0] < times[1] or not chosen.fits)
     owned = ownership.owners(other.schedule, taken, *times)
-    decided = _with_engine(owning, other) if taken else _with_engine(problem, chosen)
+    decided = _with_engine(other if taken else chosen)
     return replace(decided, owned=owned if decided.engine.engine == "rewrite" else ())
 
 
@@ -188,9 +195,25 @@ def _chosen(problem: Problem, weights: str) -> Attempt:
     """The step with its weights at rest as asked, or as the platform and the bytes on the wire suggest."""
     options, replicas = problem.options, problem.replicas
     chosen = _attempt(problem, *choose_weights(weights, options, replicas.topology.platform))
+    once = options.layers == "once" or (weights == "auto" and problem.memory is not None and options.layers is None)
+    if once and chosen.weights == "sharded" and _gathers_layers(chosen.schedule):
+        chosen = _gathered_once(chosen, options.layers == "once")
     if weights == "auto" and options.gather_dtype is None and options.wire is None:
         chosen = _reconsidered(problem, chosen)
     return chosen
+
+
+def _gathered_once(chosen: Attempt, asked: bool) -> Attempt:
+    """With all scanned layers gathered in front of their loops, if that was asked for, or if it fits and is faster."""
+    why = "as asked" if asked else "there is memory for all of them, and it is predicted to be faster"
+    told = f"{chosen.why_weights}; scanned layers are gathered once, before their loops ({why})"
+    once = _attempt(chosen.problem.gathering_once(), chosen.weights, told)
+    return once if asked or (once.fits and once.seconds < chosen.seconds) else chosen
+
+
+def _gathers_layers(schedule: Schedule) -> bool:
+    """Does a loop gather in its iterations?"""
+    return any(c.kind == "all-gather" and c.loop and c.times > 1 for c in schedule.collectives)
 
 
 def _reconsidered(problem: Problem, chosen: Attempt) -> Attempt:
@@ -281,9 +304,10 @@ def _with_update(captured: Captured, decided: Schedule, i: int, reason: str) -> 
     return f"{reason}; its update is sharded and gathered" if shared else reason
 
 
-def _with_engine(problem: Problem, chosen: Attempt) -> Decided:
+def _with_engine(chosen: Attempt) -> Decided:
     """The attempt as the better engine runs it."""
-    captured, decided = problem.captured, chosen.schedule
+    problem, decided = chosen.problem, chosen.schedule
+    captured = problem.captured
     everywhere = whole(decided.axes)
     unpadded = tuple(engines.unpadded(layout, everywhere) for layout in decided.inputs)
     question = _question(problem, chosen, shares=any(unpadded[i] != everywhere for i in captured.state))

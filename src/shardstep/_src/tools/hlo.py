@@ -58,6 +58,14 @@ def collectives(text: str) -> list[Collective]:
     return found
 
 
+def instructions(text: str) -> Iterator[tuple[str, int]]:
+    """Every instruction of a program, with how often one step runs it."""
+    computations = dict(_computations(text))
+    times = _times(computations)
+    for name, body in computations.items():
+        yield from ((line.strip(), times.get(name, 1)) for line in body)
+
+
 def counts(found: Iterable[Collective]) -> dict[str, int]:
     """How many of each kind."""
     tally: dict[str, int] = {}

@@ -37,6 +37,9 @@ class Walk(Protocol):
     axes: tuple[Axis, ...]
     fallbacks: list[Fallback]
 
+    @property
+    def gathers_once(self) -> bool: ...
+
     def primary(self, atom: Atom) -> Layout: ...
 
     def preference(self, atom: Atom, k: int) -> Preference: ...

@@ -132,6 +132,11 @@ class Forward(Values):
             layout = self.primary(atom) if partial else at_rest(atom.array.shape, self.primary(atom), self.axes)
         return self.hold(atom, layout)
 
+    @property
+    def gathers_once(self) -> bool:
+        """Does a loop over layers find them gathered? Not one that is inside of another."""
+        return self.memo.gathers_once and not self.inside
+
     def body(self, program: Program, boundary: Boundary) -> Schedule:
         """Schedule the body of a loop or branch."""
         boundary = replace(boundary, drawn=self.drawn) if self.drawn else boundary

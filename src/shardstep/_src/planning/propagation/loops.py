@@ -260,6 +260,8 @@ def _beside_time(walk: Walk, atom: Atom) -> Layout:
                 beside = (cut(atom.array.shape, 1, walk.axes[k].size, batch=True),)
             movable = is_batch(placement) and fits(atom.array.shape, beside, walk.axes)
             layout = beside if movable else put(layout, k, REPLICATED)
+        elif isinstance(placement, Split) and not is_batch(placement) and walk.gathers_once:
+            layout = put(layout, k, REPLICATED)
     return layout
 
 
