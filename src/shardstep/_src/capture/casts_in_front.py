@@ -83,5 +83,7 @@ def _with_narrow(body: Program, k: int, dtype: Any) -> Program:
                     narrowed.add(result)
         inputs = tuple(now.get(a, a) for a in equation.inputs)
         equations.append(replace(equation, inputs=inputs, outputs=tuple(outputs)))
-    inputs = (*body.inputs[:k], given, *body.inputs[k + 1 :])
-    return replace(body, inputs=inputs, outputs=tuple(now.get(a, a) for a in body.outputs), equations=tuple(equations))
+    entering = (*body.inputs[:k], given, *body.inputs[k + 1 :])
+    return replace(
+        body, inputs=entering, outputs=tuple(now.get(a, a) for a in body.outputs), equations=tuple(equations)
+    )
