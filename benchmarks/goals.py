@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from growth import slopes
 from recorded import FACTOR, RESULTS, Key, Row, cells, read, update_bound
 from scaling import fit, sizes
 
@@ -19,6 +20,8 @@ BEHIND_REPLICATED = 1.03
 BEHIND_EXPERT = 1.05
 CALL = 1.3
 PLANNING_S = 20.0
+OVER_SGD = {"adam": 1.05, "muon": 1.15}
+APART = 0.05
 RESIDUAL = 0.15
 
 
@@ -65,6 +68,16 @@ def judge(folder: Path = RESULTS) -> list[Goal]:
         goal(f"time grows with weights/N: at most {RESIDUAL:.0%} off a straight line", linear(read("latest", folder))),
         goal("never more bytes on the wire than replicated", no_more_bytes(found)),
         goal("ahead of every PyTorch variant on the transformer", torch(read("torch", folder))),
+        goal(
+            f"weights sharded, one replica of 64 on a GPU: Adam at most {OVER_SGD['adam']:g} times SGD",
+            over_sgd(read("gpu_replica", folder), "adam"),
+        ),
+        goal(
+            f"weights sharded, one replica of 64 on a GPU: Muon at most {OVER_SGD['muon']:g} times SGD",
+            over_sgd(read("gpu_muon", folder), "muon"),
+        ),
+        goal(f"the kernel counts what the plan says: at most {APART:.0%} apart", counted(read("wire", folder))),
+        goal("cost grows as theory says", growing(read("growth", folder))),
         goal(f"a call on 1,000 leaves: at most {CALL:g} times jit's", calls(read("calls", folder))),
         goal(f"planning 10,000 leaves: under {PLANNING_S:g} s", planning(read("planning", folder))),
     ]
@@ -126,6 +139,35 @@ def torch(found: list[Row]) -> Found:
         if ours and best:
             text = f"{devices} processes: {ours['step_ms']:.0f} ms against {best['step_ms']:.0f} of {best['variant']}"
             yield text, ours["step_ms"] < best["step_ms"]
+
+
+def over_sgd(rows: list[Row], optimizer: str) -> Found:
+    """An expensive optimizer's step over plain SGD's on the same model; AdamW counts as Adam."""
+    times = {
+        (row["workload"], row["optimizer"].removesuffix("w")): row["variants"]["shardstep-sharded"]["step_ms"]
+        for row in rows
+        if row["replicas"] == 64 and "step_ms" in row.get("variants", {}).get("shardstep-sharded", {})
+    }
+    for (workload, name), ms in times.items():
+        if name == optimizer and (workload, "sgd") in times:
+            ratio = ms / times[workload, "sgd"]
+            yield (
+                f"{workload}: {ms:.1f} ms against {times[workload, 'sgd']:.1f} ({ratio:.2f}x)",
+                ratio <= OVER_SGD[name],
+            )
+
+
+def counted(rows: list[Row]) -> Found:
+    for row in rows:
+        if row["planned_wire_bytes"] and row["loopback_bytes"]:
+            apart = row["loopback_bytes"] / row["planned_wire_bytes"] - 1
+            yield f"{row['workload']}, {row['devices']} processes, {row['variant']}: {apart:+.1%}", abs(apart) <= APART
+
+
+def growing(rows: list[Row]) -> Found:
+    for slope in slopes(rows):
+        text = f"{slope.what} with {slope.axis}: exponent {slope.exponent:.2f}, expected {slope.expected:g}"
+        yield f"{text}, {slope.points} points", slope.as_expected
 
 
 def calls(rows: list[Row]) -> Found:
