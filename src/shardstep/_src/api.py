@@ -26,6 +26,7 @@ from .planning.decision import Decided, decide
 from .planning.description import describe
 from .planning.plan import Plan
 from .planning.plan_table import too_large
+from .planning.propagation.memo import Memo
 from .rules.refusals import refuse
 from .runtime import processes
 from .runtime.bound import BoundStep
@@ -292,8 +293,9 @@ class ShardedStep(Generic[P, R]):
                 " would train on its own batch alone. A step for the whole batch (as for jax.jit) goes without."
             )
         refuse(captured.program)
-        captured = choose_batch(captured, replicas)
-        decided = decide(captured, replicas, self.settings.weights, self.options)
+        memo = Memo()
+        captured = choose_batch(captured, replicas, memo)
+        decided = decide(captured, replicas, self.settings.weights, self.options, memo)
         planned = PlannedStep(self.step, captured, decided, replicas, self.options)
         if not decided.fits:
             warnings.warn(f"shardstep: {too_large(planned.plan)}", stacklevel=_CALLER)

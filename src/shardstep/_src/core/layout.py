@@ -7,9 +7,10 @@ communication.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -33,7 +34,8 @@ class Split:
     With `outer > 1` the dimension is read as `(outer, rest)` and `rest` is what is split: this is how a batch survives
     `(T, B) -> (T*B)`. `permuted`: the blocks hold the examples in another order, which is only given to readers that do
     not mind (see `propagation/microbatches.py`). `batch` records that the split comes from the examples, not from the
-    state, and so who yields when the two meet. Equality asks for the blocks alone (see `origins`).
+    state, and so who yields when the two meet. Equality asks for the blocks alone; what is remembered by placements is
+    remembered by their `origins`, too.
 
     A dimension that the replicas do not divide is padded to `extent` elements before it is cut. The contents of the
     padding are undefined: elementwise rules compute with it, and rules that mix elements fill it first. Where
@@ -126,13 +128,27 @@ def is_batch(placement: Placement) -> bool:
     return isinstance(placement, Varying) or (isinstance(placement, Split) and placement.batch)
 
 
-def origins(placements: Iterable[Any]) -> tuple[bool, ...]:
-    """Which splits carry the examples.
+def origins(*held: Any) -> tuple[bool, ...]:
+    """Of each split in these values, however deep inside tuples and dataclasses: does it carry the examples?"""
+    found, left = [], list(held)
+    while left:
+        value = left.pop()
+        kind: Any = type(value)
+        if kind is Split:
+            found.append(value.batch)
+        elif kind is tuple:
+            left.extend(value)
+        else:
+            left.extend([getattr(value, name) for name in _compared(kind)])
+    return tuple(found)
 
-    Equality asks whether two placements cut the same blocks. Decisions ask where the blocks come from, too, so whatever
-    is remembered by placements is remembered by their origins as well.
-    """
-    return tuple([p.batch for p in placements if isinstance(p, Split)])
+
+@functools.cache
+def _compared(kind: type) -> tuple[str, ...]:
+    """The fields by which values of this type are compared; none if that is by identity."""
+    if dataclasses.is_dataclass(kind) and kind.__dataclass_params__.eq:  # type: ignore[attr-defined]
+        return tuple(f.name for f in dataclasses.fields(kind) if f.compare)
+    return getattr(kind, "_fields", ())  # of a named tuple
 
 
 def divides(shape: tuple[int, ...], split: Split, n: int) -> bool:

@@ -24,7 +24,7 @@ from .buffers import Buffers
 from .costs import work_time
 from .flops import multiplies
 from .propagation.boundary import Boundary
-from .propagation.forward import schedule
+from .propagation.forward import remembered
 from .propagation.memo import Memo
 from .roles import drawn_of, examples_of
 
@@ -33,11 +33,11 @@ _WORTH_DRAWING = 0.8
 _OTHERWISE = "Say otherwise with batch_argnums=, batch_argnames= and batch_axis="
 
 
-def choose_batch(captured: Captured, replicas: Replicas) -> Captured:
-    """The step with its examples where they cost least."""
+def choose_batch(captured: Captured, replicas: Replicas, memo: Memo) -> Captured:
+    """The step with its examples where they cost least. `memo`: of all replicas as one axis."""
     if captured.axis_name is not None or (captured.batch and not captured.examples.units):
         return captured
-    search = _Search(captured, replicas)
+    search = _Search(captured, replicas, memo)
     return captured.with_examples(search.run())
 
 
@@ -83,10 +83,9 @@ def _products(decided: Schedule) -> Iterator[Step]:
 class _Search:
     """Choices are planned as the replicated step would run: state whole, gradients all-reduced."""
 
-    def __init__(self, captured: Captured, replicas: Replicas):
-        self.captured, self.replicas = captured, replicas
+    def __init__(self, captured: Captured, replicas: Replicas, memo: Memo):
+        self.captured, self.replicas, self.memo = captured, replicas, memo
         self.axes = (joined(replicas.axes),)
-        self.memo = Memo()
         self.costs: dict[frozenset[Unit], Cost] = {}
         self.plans: dict[frozenset[Unit], Schedule] = {}
 
@@ -197,7 +196,7 @@ def _moves_examples(decided: Schedule) -> bool:
     return any(_moves_examples(body) for step in decided.steps for body in step.bodies)
 
 
-def replicated(captured: Captured, axes: tuple[Axis, ...], memo: Memo | None) -> Schedule:
+def replicated(captured: Captured, axes: tuple[Axis, ...], memo: Memo) -> Schedule:
     """The program that everyone runs today: all state replicated, gradients all-reduced over all replicas at once."""
     examples = examples_of(captured, axes)
     outputs: list[Layout | None] = [None] * len(captured.program.outputs)
@@ -205,4 +204,4 @@ def replicated(captured: Captured, axes: tuple[Axis, ...], memo: Memo | None) ->
         outputs[o] = whole(axes)
     inputs = [examples.get(i, whole(axes)) for i in range(len(captured.program.inputs))]
     boundary = Boundary(tuple(inputs), tuple(outputs), drawn=drawn_of(captured, axes))
-    return schedule(captured.program, axes, boundary, memo)
+    return remembered(captured.program, axes, boundary, memo)

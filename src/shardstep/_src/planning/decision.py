@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
@@ -11,7 +11,7 @@ from ..capture.casts_in_front import casts_in_front
 from ..capture.step import Captured
 from ..core import meshes, passes
 from ..core.execution import Execution
-from ..core.layout import Axis, Layout, Split, is_padded, joined, show, whole
+from ..core.layout import Layout, Split, is_padded, joined, show, whole
 from ..core.options import Options, beyond_xla
 from ..core.program import Atom
 from ..core.schedule import Schedule
@@ -82,23 +82,26 @@ class Problem:
     why_hosted: str = ""  # why optimizer state rests in host memory; empty: it does not
 
     @classmethod
-    def of(cls, captured: Captured, replicas: Replicas, options: Options) -> Problem:
+    def of(cls, captured: Captured, replicas: Replicas, options: Options, memo: Memo) -> Problem:
+        """`memo`: of all replicas as one axis. The program that everyone runs today speaks of these."""
         unsharded = walk_unsharded(captured)
         check_outputs(captured, unsharded)
         roles = tuple(roles_of(captured, unsharded))
         passes.leave("roles", dict(zip(captured.paths, roles, strict=True)))
         small = small_bytes(captured, roles, replicas, options)
         check_order(options, captured.axis_name, replicas)
-        memo = Memo(sums_at_once=options.deterministic)
-        baseline = _baseline(captured, replicas.axes, Memo() if options.deterministic else memo)
+        together = (joined(replicas.axes),)
+        baseline = replicated(captured, together, memo)
+        shared = together == replicas.axes and not options.deterministic
+        known = memo if shared else Memo(sums_at_once=options.deterministic)
         sliced = sliced_dims(captured.program, captured.state)
         memory = memory_limit(replicas, options.memory, options.topology)
-        return cls(captured, replicas, options, unsharded, roles, small, sliced, baseline, memo, memory)
+        return cls(captured, replicas, options, unsharded, roles, small, sliced, baseline, known, memory)
 
     def hosting(self, why: str) -> Problem:
         """The same with optimizer state in host memory, updated leaf by leaf."""
         program = passes.leave("leaf by leaf", leaf_by_leaf(self.captured, self.roles, self.small))
-        found = Problem.of(replace(self.captured, program=program), self.replicas, self.options)
+        found = Problem.of(replace(self.captured, program=program), self.replicas, self.options, Memo())
         return replace(found, why_hosted=why)
 
     def gathering_once(self) -> Problem:
@@ -159,9 +162,12 @@ class Attempt:
         return engines.sent(self.schedule)
 
 
-def decide(captured: Captured, replicas: Replicas, weights: str, options: Options) -> Decided:
-    """Plan a captured step. Optimizer state goes to host memory if that was asked for, or if nothing else fits."""
-    problem = Problem.of(captured, replicas, options)
+def decide(captured: Captured, replicas: Replicas, weights: str, options: Options, memo: Memo) -> Decided:
+    """Plan a captured step. Optimizer state goes to host memory if that was asked for, or if nothing else fits.
+
+    `memo`: of all replicas as one axis, from the choice of the batch.
+    """
+    problem = Problem.of(captured, replicas, options, memo)
     why_not = host_memory.why_not(options, replicas)
     if options.offload:
         found = _decided(problem if why_not else problem.hosting("as asked"), weights)
@@ -283,8 +289,8 @@ def _scheduled(problem: Problem, policy: Policy) -> tuple[Schedule, tuple[str, .
     passes.leave(f"at rest (weights {policy.weights})", dict(zip(captured.paths, shown, strict=True)))
     decided = passes.leave("propagation", schedule(program, axes, boundary, problem.memo))
     decided = passes.leave("precision", travel_in(decided, options))
-    told = tuple(_with_update(captured, decided, i, reason) for i, reason in enumerate(reasons))
-    return passes.leave("buckets", fuse(decided, alone, in_order=bool(problem.why_hosted))), told
+    decided = fuse(decided, alone, in_order=bool(problem.why_hosted))
+    return passes.leave("buckets", decided), _with_updates(captured, decided, reasons)
 
 
 def _why(captured: Captured, i: int, reason: str) -> str:
@@ -294,14 +300,15 @@ def _why(captured: Captured, i: int, reason: str) -> str:
     return f"{reason} ({asked})" if asked else reason
 
 
-def _with_update(captured: Captured, decided: Schedule, i: int, reason: str) -> str:
-    """Why a weight is whole at rest, and what that means for its update."""
-    if reason != WHY_WHOLE or i not in captured.state:
-        return reason
-    new = captured.program.outputs[captured.state[i]]
-    moved = (t for bundles in decided.transfers for bundle in bundles for t in bundle if t.var is new)
-    shared = any(isinstance(p, Split) for t in moved for p in t.source)
-    return f"{reason}; its update is sharded and gathered" if shared else reason
+def _with_updates(captured: Captured, decided: Schedule, reasons: Sequence[str]) -> tuple[str, ...]:
+    """Why weights are whole at rest, and what that means for their updates."""
+    moved = (t for bundles in decided.transfers for bundle in bundles for t in bundle)
+    shared = {t.var for t in moved if any(isinstance(p, Split) for p in t.source)}
+    updated = {i for i, o in captured.state.items() if captured.program.outputs[o] in shared}
+    return tuple(
+        f"{reason}; its update is sharded and gathered" if reason == WHY_WHOLE and i in updated else reason
+        for i, reason in enumerate(reasons)
+    )
 
 
 def _with_engine(chosen: Attempt) -> Decided:
@@ -366,12 +373,6 @@ def _question(problem: Problem, chosen: Attempt, shares: bool) -> engines.Questi
         owned=ownership.saved(decided, replicas),
         asks=beyond_xla(problem.options),
     )
-
-
-def _baseline(captured: Captured, axes: tuple[Axis, ...], memo: Memo) -> Schedule:
-    """The program that everyone runs today, on all replicas at once."""
-    together = (joined(axes),)
-    return replicated(captured, together, memo if together == axes else None)
 
 
 def _is_doubtful(chosen: Attempt, baseline: Schedule) -> bool:

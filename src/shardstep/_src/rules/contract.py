@@ -13,7 +13,7 @@ bytes. `None` means "I cannot do this split": the interpreter gathers the operan
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -162,10 +162,8 @@ def replicate(site: Site) -> Decision:
 
 def splits(placements: Sequence[Placement]) -> list[Split]:
     """The distinct splits among the operands, those of the batch first: when the two meet, the state yields."""
-    distinct = list(dict.fromkeys(p for p in placements if isinstance(p, Split)))
-    # `batch` does not take part in equality, so restore it when any operand with this split carries it
-    marked = [replace(s, batch=any(p == s and p.batch for p in placements if isinstance(p, Split))) for s in distinct]
-    return sorted(marked, key=lambda s: not s.batch)
+    batch_first = sorted((p for p in placements if isinstance(p, Split)), key=lambda split: not split.batch)
+    return list(dict.fromkeys(batch_first))  # the first of those that are equal
 
 
 def neutral(op: str, dtype: Any) -> Any:

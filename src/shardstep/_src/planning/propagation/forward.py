@@ -31,7 +31,6 @@ from ...core.layout import (
     cut,
     fits,
     is_batch,
-    origins,
     put,
     whole,
 )
@@ -59,6 +58,11 @@ def schedule(program: Program, axes: tuple[Axis, ...], boundary: Boundary, memo:
     preferences = preferences_of(first, boundary, memo, schedule)
     final = Forward(program, axes, memo, preferences).run(boundary)
     return replace(final, preferences=tuple(preferences[v].by_axis for v in program.inputs))
+
+
+def remembered(program: Program, axes: tuple[Axis, ...], boundary: Boundary, memo: Memo) -> Schedule:
+    """The same, decided once."""
+    return memo.schedules.get((program, boundary), lambda: schedule(program, axes, boundary, memo))
 
 
 class Forward(Values):
@@ -140,14 +144,7 @@ class Forward(Values):
     def body(self, program: Program, boundary: Boundary) -> Schedule:
         """Schedule the body of a loop or branch."""
         boundary = replace(boundary, drawn=self.drawn) if self.drawn else boundary
-        placements = [p for layout in (*boundary.inputs, *boundary.outputs, *boundary.seen) for p in layout or ()]
-        placements += [
-            s for preferences in boundary.outside or () for preference in preferences for s in preference.splits
-        ]
-        key = program, boundary, origins(placements)
-        if key not in self.memo.bodies:
-            self.memo.bodies[key] = schedule(program, self.axes, boundary, self.memo)
-        return self.memo.bodies[key]
+        return remembered(program, self.axes, boundary, self.memo)
 
     # -- one equation ---------------------------------------------------------------------------------------------
 

@@ -9,9 +9,9 @@ it arises again: a program of ten thousand leaves takes as many decisions as one
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from ...core.layout import Array, Axis, Layout, Partial, Varying, origins
 from ...core.moves import layout_cost
@@ -19,6 +19,7 @@ from ...core.program import Kinds
 from ...core.schedule import Preference, Ruling, Schedule
 
 MemoKey = tuple[Any, ...]
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +87,24 @@ class Outcome:
     meets_batch: bool  # are its operands read together with examples?
 
 
+class Table(Generic[Found]):
+    """What was found out, by keys that hold placements.
+
+    Placements are equal where they cut the same blocks. What is decided depends on where the blocks come from as well
+    (`Split.batch`), so origins are part of every key here, and nobody who asks can forget them.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[Any, Found] = {}
+
+    def get(self, key: MemoKey, find_out: Callable[[], Found]) -> Found:
+        exactly = (key, origins(key))
+        found = self._found.get(exactly)
+        if found is None:
+            found = self._found[exactly] = find_out()
+        return found
+
+
 class Memo:
     """What was found out before, by situation. For one set of axes, and one way to gather scanned layers."""
 
@@ -95,15 +114,14 @@ class Memo:
         self.kinds = Kinds()
         self.outcomes: dict[MemoKey, Outcome] = {}  # of the forward walk
         self.requests: dict[MemoKey, tuple[tuple[int, Preferences], ...]] = {}  # of the backward walk, by operand
-        self.answers: dict[Any, Any] = {}  # of the rules, to the questions of the backward walk
-        self.bodies: dict[MemoKey, Schedule] = {}  # of loops and branches; each walk round a loop comes by again
-        self._preferences: dict[Any, Preferences] = {}
         self._joined: dict[tuple[Preferences, Preferences], Preferences] = {}
-        self._forms: dict[Any, Forms] = {}
+        self.answers: Table[Any] = Table()  # of the rules, to the questions of the backward walk
+        self.schedules: Table[Schedule] = Table()  # of bodies, too: each walk round a loop comes by again
+        self._preferences: Table[Preferences] = Table()
+        self._forms: Table[Forms] = Table()
 
     def preferences(self, preferences: tuple[Preference, ...], several: bool = False) -> Preferences:
-        examples = origins(s for preference in preferences for s in preference.splits)
-        return self._preferences.setdefault((preferences, examples, several), Preferences(preferences, several))
+        return self._preferences.get((preferences, several), lambda: Preferences(preferences, several))
 
     def both(self, first: Preferences, then: Preferences) -> Preferences:
         """What two readers want, the first has priority."""
@@ -114,9 +132,8 @@ class Memo:
         return known
 
     def forms(self, visible: Sequence[Layout], materialized: Sequence[Layout], preferences: Preferences) -> Forms:
-        visible, materialized = tuple(dict.fromkeys(visible)), tuple(materialized)
-        key = visible, materialized, origins(p for layout in visible + materialized for p in layout), preferences
-        return self._forms.setdefault(key, Forms(visible, materialized, preferences))
+        known = tuple(dict.fromkeys(visible)), tuple(materialized), preferences
+        return self._forms.get(known, lambda: Forms(*known))
 
     def added(self, forms: Forms, layout: Layout) -> Forms:
         """Those of a value that is now held in another layout too."""

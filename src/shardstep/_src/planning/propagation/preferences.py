@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ...core.layout import REPLICATED, Layout, Partial, Placement, Replicated, Split, is_batch, origins
+from ...core.layout import REPLICATED, Layout, Partial, Placement, Replicated, Split, is_batch
 from ...core.program import Atom, Equation, Literal, Program
 from ...core.schedule import NO_PREFERENCE, Preference, Schedule, Step
 from ...rules import Site
@@ -64,6 +64,7 @@ class Backward:
         self.memo = memo
         self.preferences = no_preferences(first.program, len(first.axes), memo)
         self.nothing = (NO_PREFERENCE,) * len(first.axes)
+        self.unasked = memo.preferences(self.nothing)
         self.uses = first.program.uses
         self.reschedule = reschedule
         self.forms: dict[Atom, Forms] = dict(zip(first.program.inputs, map(self.held_in, first.inputs), strict=True))
@@ -80,7 +81,7 @@ class Backward:
 
     def held_in(self, layout: Layout) -> Forms:
         """A value that is held in one layout, whatever its readers want."""
-        return self.memo.forms((layout,), (layout,), self.memo.preferences(self.nothing))
+        return self.memo.forms((layout,), (layout,), self.unasked)
 
     def ask(self, atom: Atom, k: int, preference: Preference) -> None:
         if preference is NO_PREFERENCE or isinstance(atom, Literal):
@@ -163,10 +164,11 @@ class Backward:
 
     def answer(self, equation: Equation, k: int, question: Callable[..., Any], *about: Any) -> Any:
         """Ask the rules, once for each kind of equation."""
-        key = (self.memo.kinds[equation], k, question, *about, origins(about))
-        if key not in self.memo.answers:
+
+        def find_out() -> Any:
             arrays, results = (tuple(a.array for a in atoms) for atoms in (equation.inputs, equation.outputs))
             # Shapes along the other axes do not matter for what is asked here: a trial on whole shapes will do.
             site = Site(equation.primitive, equation.params, arrays, results, self.axes[k].size)
-            self.memo.answers[key] = question(site, *about)
-        return self.memo.answers[key]
+            return question(site, *about)
+
+        return self.memo.answers.get((self.memo.kinds[equation], k, question, *about), find_out)
