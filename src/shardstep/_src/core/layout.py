@@ -130,16 +130,15 @@ def is_batch(placement: Placement) -> bool:
 
 def origins(*held: Any) -> tuple[bool, ...]:
     """Of each split in these values, however deep inside tuples and dataclasses: does it carry the examples?"""
-    found, left = [], list(held)
-    while left:
-        value = left.pop()
+    found, seen = [], list(held)
+    for value in seen:  # and for what is added meanwhile
         kind: Any = type(value)
-        if kind is Split:
+        if kind is tuple:
+            seen += value
+        elif kind is Split:
             found.append(value.batch)
-        elif kind is tuple:
-            left.extend(value)
-        else:
-            left.extend([getattr(value, name) for name in _compared(kind)])
+        elif names := _compared(kind):
+            seen += [getattr(value, name) for name in names]
     return tuple(found)
 
 

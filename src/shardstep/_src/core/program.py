@@ -93,26 +93,21 @@ class Equation:
         return compat.source_line(self.sources)
 
 
-class Kinds:
+class Kinds(dict[Equation, int]):
     """A number for each kind of equation: equations of one kind differ only in which values they read and write."""
 
     def __init__(self) -> None:
-        self._kinds: dict[Any, int] = {}
-        self._known: dict[Equation, int] = {}
+        self._numbers: dict[Any, int] = {}
 
-    def __getitem__(self, equation: Equation) -> int:
-        kind = self._known.get(equation)
-        if kind is None:
-            kind = self._known[equation] = self._number(equation)
-        return kind
-
-    def _number(self, equation: Equation) -> int:
+    def __missing__(self, equation: Equation) -> int:
         arrays = tuple(a.array for a in equation.inputs), tuple(v.array for v in equation.outputs)
+        key = (equation.primitive, tuple(sorted(equation.params.items())), arrays, equation.pattern)
         try:
-            key = (equation.primitive, tuple(sorted(equation.params.items())), arrays, equation.pattern)
-            return self._kinds.setdefault(key, len(self._kinds))
+            number = self._numbers.setdefault(key, len(self._numbers))
         except TypeError:  # parameters that cannot be compared: a kind of its own
-            return self._kinds.setdefault(equation, len(self._kinds))
+            number = self._numbers.setdefault(equation, len(self._numbers))
+        self[equation] = number
+        return number
 
 
 @dataclass(frozen=True, eq=False)

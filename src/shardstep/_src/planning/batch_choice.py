@@ -198,10 +198,10 @@ def _moves_examples(decided: Schedule) -> bool:
 
 def replicated(captured: Captured, axes: tuple[Axis, ...], memo: Memo) -> Schedule:
     """The program that everyone runs today: all state replicated, gradients all-reduced over all replicas at once."""
-    examples = examples_of(captured, axes)
+    examples, everywhere = examples_of(captured, axes), whole(axes)
     outputs: list[Layout | None] = [None] * len(captured.program.outputs)
     for o in captured.state.values():
-        outputs[o] = whole(axes)
-    inputs = [examples.get(i, whole(axes)) for i in range(len(captured.program.inputs))]
+        outputs[o] = everywhere
+    inputs = [examples.get(i, everywhere) for i in range(len(captured.program.inputs))]
     boundary = Boundary(tuple(inputs), tuple(outputs), drawn=drawn_of(captured, axes))
     return remembered(captured.program, axes, boundary, memo)

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from ..core import compat
 from ..core.layout import Array, Layout, Replicated, Split, block_shape
-from ..core.program import Atom, Equation, Literal, Var
+from ..core.program import Atom, Equation, Var
 from ..core.schedule import Ruling, Schedule, Step, Transfer
 from .flops import flops, multiplies
 
@@ -60,17 +60,19 @@ class Buffer:
     def settle(self) -> None:
         """Once all readers are known and settled: is it written, and until when is it needed?"""
         self.written = self.is_written()
-        for use in self.uses:
-            later = use.kind is Kind.FUSED and use.result is not None and not use.result.written
-            self.last = max(self.last, use.result.last if later and use.result else use.place)
+        for place, kind, _, _, result in self.uses:
+            if kind is Kind.FUSED and result is not None and not result.written:
+                place = result.last
+            if place > self.last:
+                self.last = place
 
     def is_written(self) -> bool:
         """What is fused is still written if it is returned, if a product reads it, or if several read it and computing
         it again would be expensive or read several values again.
         """
-        if self.kind is not Kind.FUSED or self.returned:
+        if self.kind is not Kind.FUSED or self.returned or (len(self.uses) > 1 and not self.cheap):
             return True
-        return any(use.kind is Kind.OPAQUE for use in self.uses) or (len(self.uses) > 1 and not self.cheap)
+        return Kind.OPAQUE in [use.kind for use in self.uses]
 
 
 class Product(NamedTuple):
@@ -113,19 +115,27 @@ class Buffers:
         yield from self.made
 
 
+class _Facts(NamedTuple):
+    """What equations that share a ruling have in common."""
+
+    kind: Kind
+    nbytes: tuple[int, ...]  # of the results
+    cheap: bool  # to compute again
+    product: Product | None
+
+
 class _Walk:
     """One pass over a schedule."""
 
     def __init__(self, schedule: Schedule):
         self.schedule = schedule
         self.width = 2 if any(axis.backend.widens for axis in schedule.axes) else 1  # of 16-bit floats inside of a step
-        self.values: dict[Var, list[tuple[Layout, Buffer]]] = {}
+        self.values: dict[Atom, list[tuple[Layout, Buffer]]] = {}
         self.made: list[Buffer] = []
         self.products: list[Product] = []
         self.inside: list[Inside] = []
         self.sizes: dict[tuple[Array, Layout], int] = {}
-        self.made_bytes: dict[Ruling, list[int]] = {}
-        self.known_products: dict[Ruling, Product] = {}
+        self.facts: dict[Ruling, _Facts] = {}
 
     def run(self, carried: Mapping[int, int] | None, hosted: Mapping[int, int]) -> Buffers:
         schedule, program = self.schedule, self.schedule.program
@@ -168,12 +178,12 @@ class _Walk:
         return buffer
 
     def find(self, atom: Atom, layout: Layout) -> Buffer | None:
-        if isinstance(atom, Literal):
+        held = self.values.get(atom)
+        if held is None:  # a literal
             return None
-        held = self.values.get(atom, ())
         if len(held) == 1:
             return held[0][1]
-        return next((buffer for known, buffer in held if known == layout), held[0][1] if held else None)
+        return next((buffer for known, buffer in held if known == layout), held[0][1])
 
     def transfer(self, t: Transfer, place: int) -> None:
         """What a collective makes smaller is made smaller at once: no memory is kept for what is not needed."""
@@ -201,24 +211,20 @@ class _Walk:
     def step(self, step: Step, place: int) -> None:
         equation, ruling = step.equation, step.ruling
         read = [self.find(a, f) for a, f in zip(equation.inputs, ruling.operands, strict=True)]
-        operands = [buffer for buffer in (dict.fromkeys(read) if len(read) > 1 else read) if buffer is not None]
-        kind = kind_of(equation.primitive)
+        facts = self.facts.get(ruling)
+        if facts is None:
+            facts = self.facts[ruling] = self.facts_of(step)
+        kind, product = facts.kind, facts.product
         if kind is Kind.VIEW and len(equation.outputs) == len(read):
             for buffer, var, layout in zip(read, equation.outputs, ruling.results, strict=True):
                 self.add(var, layout, buffer or self.new(var, layout, Buffer(var.array.nbytes, place, Kind.FUSED)))
             return
-        product = self.product(step) if multiplies(equation.primitive) else None
+        operands = [buffer for buffer in (dict.fromkeys(read) if len(read) > 1 else read) if buffer is not None]
         if product:
             self.products.append(product)
-        nbytes = self.made_bytes.get(ruling)
-        if nbytes is None:
-            width = 1 if step.bodies else self.width
-            nbytes = self.made_bytes[ruling] = [_held(block, width) for block in ruling.blocks]
         results = []
-        for var, layout, made in zip(equation.outputs, ruling.results, nbytes, strict=True):
-            cheap = kind is Kind.FUSED and equation.primitive not in _EXPENSIVE
-            if cheap and len(operands) > 1:
-                cheap = sum(2 * b.nbytes > made for b in operands) < 2
+        for var, layout, made in zip(equation.outputs, ruling.results, facts.nbytes, strict=True):
+            cheap = facts.cheap and (len(operands) < 2 or len([b for b in operands if 2 * b.nbytes > made]) < 2)
             results.append(self.new(var, layout, Buffer(made, place, kind, cheap, product is not None)))
         use = Use(place, kind, product is not None, bool(step.bodies), results[0] if results else None)
         for buffer in operands:
@@ -229,19 +235,21 @@ class _Walk:
             bodies = map(Buffers.of, step.bodies, _carried(equation))
             self.inside.append(Inside(place, tuple(bodies), step.times))
 
+    def facts_of(self, step: Step) -> _Facts:
+        primitive, width = step.equation.primitive, 1 if step.bodies else self.width
+        kind = kind_of(primitive)
+        nbytes = tuple(_held(block, width) for block in step.ruling.blocks)
+        cheap = kind is Kind.FUSED and primitive not in _EXPENSIVE
+        return _Facts(kind, nbytes, cheap, self.product(step) if multiplies(primitive) else None)
+
     def product(self, step: Step) -> Product:
-        """The work of a product: once for all equations that share a ruling."""
         equation, ruling = step.equation, step.ruling
-        known = self.known_products.get(ruling)
-        if known is None:
-            blocks = [
-                Array(block_shape(a.array.shape, f, self.schedule.axes), a.array.dtype)
-                for a, f in zip(equation.inputs, ruling.operands, strict=True)
-            ]
-            work = flops(equation.primitive, ruling.params, blocks, ruling.blocks)
-            known = Product(work, blocks[0].dtype, sum(b.nbytes for b in blocks) + ruling.bytes_made)
-            self.known_products[ruling] = known
-        return known
+        blocks = [
+            Array(block_shape(a.array.shape, f, self.schedule.axes), a.array.dtype)
+            for a, f in zip(equation.inputs, ruling.operands, strict=True)
+        ]
+        work = flops(equation.primitive, ruling.params, blocks, ruling.blocks)
+        return Product(work, blocks[0].dtype, sum(b.nbytes for b in blocks) + ruling.bytes_made)
 
     def new(self, var: Var, layout: Layout, buffer: Buffer) -> Buffer:
         self.made.append(buffer)

@@ -84,7 +84,7 @@ class Problem:
     @classmethod
     def of(cls, captured: Captured, replicas: Replicas, options: Options, memo: Memo) -> Problem:
         """`memo`: of all replicas as one axis. The program that everyone runs today speaks of these."""
-        unsharded = walk_unsharded(captured)
+        unsharded = walk_unsharded(captured, memo.kinds)
         check_outputs(captured, unsharded)
         roles = tuple(roles_of(captured, unsharded))
         passes.leave("roles", dict(zip(captured.paths, roles, strict=True)))
@@ -93,7 +93,7 @@ class Problem:
         together = (joined(replicas.axes),)
         baseline = replicated(captured, together, memo)
         shared = together == replicas.axes and not options.deterministic
-        known = memo if shared else Memo(sums_at_once=options.deterministic)
+        known = memo if shared else Memo(memo.kinds, sums_at_once=options.deterministic)
         sliced = sliced_dims(captured.program, captured.state)
         memory = memory_limit(replicas, options.memory, options.topology)
         return cls(captured, replicas, options, unsharded, roles, small, sliced, baseline, known, memory)
@@ -113,7 +113,7 @@ class Problem:
     @property
     def donated(self) -> Mapping[int, int]:
         """The outputs that may be written over an input, and over which."""
-        given = self.captured.donated if self.options.donate else ()
+        given = frozenset(self.captured.donated if self.options.donate else ())
         return {o: i for i, o in self.captured.state.items() if i in given}
 
     def sends_no_more(self, decided: Schedule) -> bool:

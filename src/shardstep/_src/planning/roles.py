@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..capture.step import Captured
 from ..core.errors import ShardstepError
 from ..core.layout import VARYING, Axis, Layout, Varying, whole
-from ..core.program import Equation, Program
+from ..core.program import Equation, Kinds, Program
 from ..core.schedule import Schedule
 from ..rules.parallel import AS_WRITTEN
 from .placement import split_on
@@ -14,7 +14,7 @@ from .propagation.forward import Forward
 from .propagation.memo import Memo
 
 
-def walk_unsharded(captured: Captured) -> Schedule:
+def walk_unsharded(captured: Captured, kinds: Kinds) -> Schedule:
     """Who meets the examples, what would differ between replicas? Asked of one replica, which divides everything."""
     alone = (Axis(("replica",), 1),)
     examples = examples_of(captured, alone)
@@ -22,7 +22,7 @@ def walk_unsharded(captured: Captured) -> Schedule:
     drawn = drawn_of(captured, alone)
     outputs = (None,) * len(captured.program.outputs)
     boundary = Boundary(tuple(inputs), outputs, leaves_partial=True, notes_batch=True, drawn=drawn)
-    return Forward(captured.program, alone, Memo(), draws=bool(drawn)).run(boundary)
+    return Forward(captured.program, alone, Memo(kinds), draws=bool(drawn)).run(boundary)
 
 
 def roles_of(captured: Captured, unsharded: Schedule) -> list[str]:

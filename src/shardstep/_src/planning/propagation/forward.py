@@ -95,7 +95,7 @@ class Forward(Values):
         for equation in self.program.equations:
             step = self.decide_loop(equation) if equation.bodies else self.decide(equation)
             steps.append(step)
-            transfers.append(self.moved_so_far())
+            transfers.append(self.moved_so_far() if self.moved else ())
             if step.ruling.gathered:
                 self.split_again(equation)
         leaving = zip(self.program.outputs, boundary.outputs, strict=True)

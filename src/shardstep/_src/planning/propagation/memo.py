@@ -106,12 +106,14 @@ class Table(Generic[Found]):
 
 
 class Memo:
-    """What was found out before, by situation. For one set of axes, and one way to gather scanned layers."""
+    """What was found out before, by situation. For one set of axes, and one way to gather scanned layers; what kind an
+    equation is depends on neither.
+    """
 
-    def __init__(self, sums_at_once: bool = False, gathers_once: bool = False) -> None:
+    def __init__(self, kinds: Kinds | None = None, sums_at_once: bool = False, gathers_once: bool = False) -> None:
         self.sums_at_once = sums_at_once  # readers are never shown the terms of a sum of floats
         self.gathers_once = gathers_once  # are stacks that loops slice gathered in front of them?
-        self.kinds = Kinds()
+        self.kinds = Kinds() if kinds is None else kinds
         self.outcomes: dict[MemoKey, Outcome] = {}  # of the forward walk
         self.requests: dict[MemoKey, tuple[tuple[int, Preferences], ...]] = {}  # of the backward walk, by operand
         self._joined: dict[tuple[Preferences, Preferences], Preferences] = {}

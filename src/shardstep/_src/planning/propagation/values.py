@@ -105,8 +105,6 @@ class Values:
         return layout_cost(forms.source(target, atom.array, self.axes), target, atom.array, self.axes)
 
     def moved_so_far(self) -> tuple[Bundle, ...]:
-        if not self.moved:
-            return ()
         moved, self.moved = tuple(self.moved), []
         return moved
 
