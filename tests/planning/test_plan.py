@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from jax.sharding import PartitionSpec
 from steps import adam_state, adam_step, assert_same, batch, loss, mesh_of, weights
 
 import shardstep
+from shardstep._src import api
 from shardstep._src.core.program import flatten
 from shardstep._src.planning.propagation.forward import Forward
 from shardstep._src.rules import Decision, contract
@@ -367,6 +369,48 @@ def test_ten_times_as_many_leaves_take_no_more_decisions(calls):
 
     few, many = decisions(40), decisions(400)
     assert 0 < many == few
+
+
+def test_what_is_decided_twice_is_looked_up(calls):
+    """The replicated step, with which the batch is chosen, is what the plan is compared with."""
+    step, args = programs.many_leaves(6)
+    assert calls("run", lambda: plan_for(step, *args)) == 5  # one replica; replicated and sharded, twice each
+
+
+def test_the_work_of_planning_grows_as_the_leaves_do(monkeypatch):
+    """Counted in lines that run: what grows with the square of the leaves shows long before it takes time."""
+    lines = 0
+
+    def count(frame, event, _):
+        nonlocal lines
+        if event == "call":
+            return count if "shardstep" in frame.f_code.co_filename else None
+        lines += event == "line"  # each turn of a comprehension is one
+        return count
+
+    def counted(stage):
+        def run(*args):
+            before = sys.gettrace()
+            sys.settrace(count)
+            try:
+                return stage(*args)
+            finally:
+                sys.settrace(before)
+
+        return run
+
+    def work(weights):
+        nonlocal lines
+        lines = 0
+        step, args = programs.many_leaves(weights)
+        plan_for(step, *args)
+        return lines
+
+    for stage in ("choose_batch", "decide", "describe"):
+        monkeypatch.setattr(api, stage, counted(getattr(api, stage)))
+    work(6)  # what is made on first use
+    few, more, many = work(40), work(80), work(160)
+    assert many - more == pytest.approx(2 * (more - few), rel=0.005)
 
 
 def nested_loops(depth):
