@@ -207,6 +207,20 @@ MUTATIONS = [
         "place <= block.shape[d]",
         "rules/test_reduction.py -k reductions",
     ),
+    Mutation(
+        "every replica calls the host",
+        "rules/effects.py",
+        "lax.cond(lax.axis_index(local.axes) == 0, call, skip",
+        "lax.cond(lax.axis_index(local.axes) >= 0, call, skip",
+        "test_callbacks.py -k 'results_of_an_io_callback'",
+    ),
+    Mutation(
+        "rows of a stack that nobody owns",
+        "rules/stacked.py",
+        "owned = tuple(Split(0) if rows else REPLICATED",
+        "owned = tuple(REPLICATED if rows else REPLICATED",
+        "rules/test_golden.py -k every_rule",
+    ),
     # -- layouts and conversions ----------------------------------------------------------------------------------
     Mutation(
         "axes nest the other way at rest",
@@ -287,7 +301,28 @@ MUTATIONS = [
         "if False:",
         "planning/propagation/test_loops.py -k predicate",
     ),
+    Mutation(
+        "layers of a stack are nobody's slices",
+        "planning/sliced.py",
+        ".update({0}, (d + 1 for d in inside))",
+        ".update((d + 1 for d in inside))",
+        "planning/test_sliced.py -k 'along_its_layers or left_whole'",
+    ),
     # -- choices of the planner -----------------------------------------------------------------------------------
+    Mutation(
+        "the memo takes state for examples",
+        "core/layout.py",
+        "found.append(value.batch)",
+        "found.append(False)",
+        "planning/propagation/test_memo.py",
+    ),
+    Mutation(
+        "what does not fit is taken",
+        "planning/decision.py",
+        "if other.peak >= chosen.peak:",
+        "if True:",
+        "planning/test_memory.py -k 'replicated_ones_do_not_fit'",
+    ),
     Mutation(
         "inner axes on the dimension that is taken",
         "planning/placement.py",
@@ -336,7 +371,7 @@ MUTATIONS = [
         "runtime/call_cache.py",
         "len(set(map(id, leaves))) == len(leaves)",
         "True",
-        "runtime/test_call_cache.py test_api.py -k 'familiar or twice or mistaken or same'",
+        "runtime/test_call_cache.py test_api.py -k 'twice or mistaken or same'",
     ),
     Mutation(
         "changed bytes go unseen",
@@ -426,7 +461,7 @@ def survives(mutation: Mutation) -> bool:
         compile(text, str(file), "exec")
         file.write_text(text)
         done = run(copy / "src", selection(mutation.tests, mutation.name))
-    if done.returncode not in (0, 1):
+    if done.returncode > 1:  # not a crash: whoever breaks the interpreter is noticed
         raise Broken(f"{mutation.name}: pytest ended with {done.returncode}\n{done.stdout[-800:]}{done.stderr[-800:]}")
     return done.returncode == 0
 

@@ -101,7 +101,7 @@ class Problem:
     def hosting(self, why: str) -> Problem:
         """The same with optimizer state in host memory, updated leaf by leaf."""
         program = passes.leave("leaf by leaf", leaf_by_leaf(self.captured, self.roles, self.small))
-        found = Problem.of(replace(self.captured, program=program), self.replicas, self.options, Memo())
+        found = Problem.of(replace(self.captured, program=program), self.replicas, self.options, Memo(self.memo.kinds))
         return replace(found, why_hosted=why)
 
     def gathering_once(self) -> Problem:

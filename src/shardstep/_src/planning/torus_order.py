@@ -2,8 +2,8 @@
 
 A tensor is scattered along one axis of a torus after the other, and its first scatter carries most of its bytes. If
 all tensors began with the same axis, the links of the others would have little to do. So tensors are given different
-orders ("colours"), balanced by the time that each axis is busy. What meets in the update must match: a weight, its
-gradient and its moments are one family and have one colour.
+orders, balanced by the time that each axis is busy. What meets in the update must match: a weight, its
+gradient and its moments are one family and take one order.
 
 An order is only given where it costs nothing: the blocks take as much memory as in the usual order and cut no more
 tiles, and the tensor travels alone (small ones share collectives, for which they must make the same moves).
