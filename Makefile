@@ -3,7 +3,7 @@
 #   make demo                 train a small transformer, plain and sharded, side by side
 #   make test                 lint, types, tests
 #   make test-all             the same with the tests marked `thorough`: more replicas, more optimizers, more programs
-#   make mutations            break a copy of the code in forty places: the short suite must notice every one
+#   make mutations            break a copy of the code in one place after the other: the short suite must notice every one
 #   make fuzz SECONDS=600     look for programs we get wrong; prints how many were tried, and the seeds
 #   make docs                 the documentation as a site, warnings are errors
 #   make screenshots          of the report, for the README (needs Chromium)
