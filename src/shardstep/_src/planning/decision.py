@@ -108,7 +108,8 @@ class Problem:
         """The same with scanned layers gathered in front of their loops, in the dtype in which they are read."""
         program = passes.leave("casts in front", casts_in_front(self.captured.program))
         captured = replace(self.captured, program=program)
-        return replace(self, captured=captured, memo=Memo(self.memo.sums_at_once, gathers_once=True))
+        memo = Memo(self.memo.kinds, self.memo.sums_at_once, gathers_once=True)
+        return replace(self, captured=captured, memo=memo)
 
     @property
     def donated(self) -> Mapping[int, int]:
