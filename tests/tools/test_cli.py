@@ -130,8 +130,8 @@ def test_explain_says_when_the_factory_had_to_run_for_real(main):
 def test_all_shows_what_groups_hide(main):
     _, grouped, _ = main("explain", f"{PROGRAMS}:mlp")
     _, every, _ = main("explain", f"{PROGRAMS}:mlp", "--all")
-    assert "state['mean']['first']" in every and every.count("float32[64,64]") == 4
-    assert "float32" not in grouped and "optimizer state: only the update uses it" in every
+    assert "state['mean']['first']" in every and every.count("f32[64,64]") == 4
+    assert "state['mean']" not in grouped and "optimizer state: only the update uses it" in every
 
 
 def test_a_pipe_that_closes_early_is_no_failure():

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...planning.formatting import array, count, size
-from .summary import LEFT_TO_XLA, Cargo, advice, cargoes, families, short_line
+from .summary import LEFT_TO_XLA, Cargo, advice, cargoes, families, short_array, short_layout, short_line
 from .verdict import verdict
 
 if TYPE_CHECKING:
@@ -94,19 +94,19 @@ def leaf_table(plan: Plan, every: bool) -> Iterator[RenderableType]:
 
 def _every_leaf(plan: Plan) -> Iterator[RenderableType]:
     yield _title("Kept per device")
-    table = _table("leaf", "array", "role", "at rest")
+    table = _table("leaf", "array", "at rest")
     for name in ("before", "after"):
         table.add_column(name, justify="right", header_style="dim", no_wrap=True)
     reasons: dict[str, list[str]] = {}
     for leaf in plan.leaves:
         style = "" if leaf.role == "batch" else _style(leaf.bytes_before, leaf.bytes_after)
         sizes = (Text(size(n), style=style) for n in (leaf.bytes_before, leaf.bytes_after))
-        table.add_row(*map(Text, (leaf.path, array(leaf.dtype, leaf.shape), leaf.role, leaf.layout)), *sizes)
+        table.add_row(*map(Text, (leaf.path, short_array(leaf), short_layout(leaf.layout))), *sizes)
         reasons.setdefault(leaf.reason, []).append(leaf.path)
     yield table
     for reason, paths in reasons.items():
         more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
-        yield Text(f"{paths[0]}{more}: {reason}", style="dim")
+        yield Text(f"\n{paths[0]}{more}: {reason}", style="dim")
 
 
 def _style(before: int, after: int) -> str:
