@@ -1,6 +1,6 @@
 """`make fuzz`: random whole steps and random equations, with fresh seeds, for so many seconds; counts what it tried.
 
-    python tests/fuzz.py --seconds 600 [--seed S] [--only steps|equations] [--log FILE]
+    python tests/fuzz.py --seconds 600 [--seed S] [--only steps|equations] [--processes N] [--log FILE]
     python tests/fuzz.py --replay step:training:123456     # one program again, made as small as it gets
 
 It works in rounds, each in a process of its own, so that compiled programs do not pile up in memory. A round prints one
@@ -18,6 +18,8 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_use_fusi
 
 import argparse
 import collections
+import concurrent.futures
+import itertools
 import json
 import subprocess
 import sys
@@ -111,6 +113,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--only", choices=KINDS, default="both")
+    parser.add_argument("--processes", type=int, default=1, help="rounds at once")
     parser.add_argument("--log")
     parser.add_argument("--replay")
     parser.add_argument("--round", type=int, help=argparse.SUPPRESS)
@@ -127,13 +130,16 @@ def main() -> int:
 
 def rounds(told: argparse.Namespace) -> int:
     until = time.time() + told.seconds
-    first = seed = time.time_ns() // 1000 % 10**9 * 1000 if told.seed is None else told.seed
+    first = time.time_ns() // 1000 % 10**9 * 1000 if told.seed is None else told.seed
     total: collections.Counter = collections.Counter()
     rules: set[str] = set()
     failures: list[str] = []
-    while time.time() < until:
+
+    def one(seed: int) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, __file__, "--round", str(seed), "--until", str(until), "--only", told.only]
-        done = subprocess.run(command, capture_output=True, text=True)
+        return subprocess.run(command, capture_output=True, text=True)
+
+    def note(seed: int, done: subprocess.CompletedProcess[str]) -> None:
         print(done.stdout, end="", flush=True)
         if told.log:
             with open(told.log, "a") as log:
@@ -142,12 +148,22 @@ def rounds(told: argparse.Namespace) -> int:
         if line.startswith("FUZZ "):
             found = json.loads(line.removeprefix("FUZZ "))
             total.update({k: v for k, v in found.items() if isinstance(v, int) and k != "seed"})
-            rules |= set(found["rules"])
-            failures += found["failures"]
+            rules.update(found["rules"])
+            failures.extend(found["failures"])
         else:  # the process itself died
-            failures.append([w for w in done.stderr.split() if w.startswith("step:")][-1:] or f"round:{seed}")
+            failures.append("".join([w for w in done.stderr.split() if w.startswith("step:")][-1:]) or f"round:{seed}")
             print(f"-- the process died: {failures[-1]}\n{done.stderr[-4000:]}", flush=True)
-        seed += 1000
+
+    with concurrent.futures.ThreadPoolExecutor(told.processes) as pool:
+        seeds = itertools.count(first, 1000)
+        running = {pool.submit(one, seed): seed for seed in itertools.islice(seeds, told.processes)}
+        while running:
+            done, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
+            for finished in done:
+                note(running.pop(finished), finished.result())
+                if time.time() < until:
+                    seed = next(seeds)
+                    running[pool.submit(one, seed)] = seed
     summary = {"seed": first, **total, "rules": len(rules), "failures": failures}
     print("FUZZ TOTAL", json.dumps(summary), flush=True)
     return 1 if failures else 0
