@@ -46,6 +46,27 @@ MUTATIONS = [
         "capture/test_own_rows.py -k elsewhere",
     ),
     Mutation(
+        "replicas of an inner map in another order",
+        "capture/inner_maps.py",
+        "order += [*(leading.index(name) for name in names), len(leading) + dim]",
+        "order += [len(leading) + dim, *(leading.index(name) for name in names)]",
+        "capture/test_inner_maps.py -k 'a_piece and roll'",
+    ),
+    Mutation(
+        "keys that come back without their replicas",
+        "capture/one_each.py",
+        "result[start:stop] = [jnp.asarray(x)[None] for x in leaves[start:stop]]",
+        "pass",
+        "capture/test_one_each.py -k come_back",
+    ),
+    Mutation(
+        "waiting in a loop that others have left",
+        "planning/propagation/loops.py",
+        'if sent := next((f"{e.primitive} at {e.line}" for e in written), ""):',
+        'if sent := "":',
+        "planning/propagation/test_loops.py -k replicas_that_communicate",
+    ),
+    Mutation(
         "time taken for examples",
         "planning/batch_choice.py",
         "if turned and self.cost(turned) < self.cost(best) and self.sent(turned) <= self.sent(best):",
