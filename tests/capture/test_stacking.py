@@ -132,6 +132,22 @@ def test_leaves_that_are_stacks_are_put_end_to_end():
         np.testing.assert_allclose(ours, jax.vmap(polish)(x), rtol=1e-5, atol=1e-6)
 
 
+def test_a_loop_that_goes_on_for_some_rows_only():
+    """Under `vmap`, a loop asks each row whether it goes on; rows that are done stay as they are."""
+
+    def root(x):
+        return lax.while_loop(
+            lambda y: jnp.sum(y * y) > 1.0, lambda y: 0.4 * (y @ y.T) @ y / jnp.sum(y * y) + 0.1 * y, x
+        )
+
+    stacks = [np.stack(X), 3 * np.stack(X)]
+    how = Stacking(lambda equation: False, rows=4, rows_of=rows_of)
+    found = stack(flatten(jax.make_jaxpr(lambda *xs: [jax.vmap(root)(x) for x in xs])(*stacks)), how)
+    assert [e.params["piece"].count for e in found.equations if e.primitive is STACKED] == [6]
+    for ours, x in zip(_run(found, stacks), stacks, strict=True):
+        np.testing.assert_allclose(ours, jax.vmap(root)(x), rtol=1e-5, atol=1e-6)
+
+
 def test_rows_that_meet_are_no_rows():
     """A norm over all matrices of a leaf."""
     program = flatten(

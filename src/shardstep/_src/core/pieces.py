@@ -125,4 +125,18 @@ def _while(
 ) -> list[Any]:
     tests, fixed = equation.params["cond_nconsts"], equation.params["body_nconsts"]
     for_test, for_body, init = operands[:tests], operands[tests : tests + fixed], operands[tests + fixed :]
-    return lax.while_loop(lambda c: test(*for_test, *c)[0], lambda c: body(*for_body, *c), init)
+    several = equation.bodies[0].outputs[0].array.ndim  # one answer for each, if the loop was written under `vmap`
+
+    def iterate(carry: Sequence[Any]) -> list[Any]:
+        new = body(*for_body, *carry)
+        if not several:
+            return new
+        (going,) = test(*for_test, *carry)
+        return [_where(going, *pair) for pair in zip(new, carry, strict=True)]
+
+    return lax.while_loop(lambda c: test(*for_test, *c)[0].any(), iterate, init)
+
+
+def _where(going: Any, new: Any, old: Any) -> Any:
+    """What a row that is done carries stays as it was (the dimensions of answers come first, as `vmap` leaves them)."""
+    return lax.select(lax.broadcast_in_dim(going, new.shape, range(going.ndim)), new, old)
