@@ -175,6 +175,8 @@ def test_owning_goes_with_every_way_of_sharding(owning, how):
         pytest.param("shampoo_every_2", 3, 5, marks=pytest.mark.thorough),
         pytest.param("soap", 3, 8, marks=pytest.mark.thorough),
         pytest.param("kron", 3, 2, marks=pytest.mark.thorough),
+        pytest.param("shampoo_newton", 3, 8, marks=pytest.mark.thorough),
+        pytest.param("kfac", 3, 4, marks=pytest.mark.thorough),
     ],
 )
 def test_matrices_of_stacked_leaves_are_owned_one_by_one(owning, name, count, n):

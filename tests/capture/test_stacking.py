@@ -7,7 +7,7 @@ from jax import lax
 
 from shardstep._src.capture.stacking import Stacking, stack
 from shardstep._src.core.pieces import STACKED, evaluate, run_stacked
-from shardstep._src.core.program import flatten
+from shardstep._src.core.program import Program, flatten
 from shardstep._src.planning.rows import rows_of
 
 X = [np.random.default_rng(i).normal(size=(4, 6)).astype(np.float32) for i in range(3)]
@@ -33,6 +33,8 @@ def _run(program, args):
         operands = [np.asarray(a.value, a.array.dtype) if hasattr(a, "value") else env[a] for a in e.inputs]
         if e.primitive is STACKED:
             made = run_stacked(e.params["piece"], operands, lambda x: x)
+        elif e.bodies:
+            made = evaluate(Program(e.inputs, e.outputs, (e,)), operands, lambda x: x)
         else:
             made = e.primitive.bind(*operands, **e.params)
         env.update(zip(e.outputs, made if e.primitive.multiple_results else [made], strict=True))
@@ -146,6 +148,23 @@ def test_a_loop_that_goes_on_for_some_rows_only():
     assert [e.params["piece"].count for e in found.equations if e.primitive is STACKED] == [6]
     for ours, x in zip(_run(found, stacks), stacks, strict=True):
         np.testing.assert_allclose(ours, jax.vmap(root)(x), rtol=1e-5, atol=1e-6)
+
+
+def test_what_all_rows_have_alike_is_no_meeting():
+    """A loop that counts, under `vmap`: every row has a counter of its own, and all begin at zero."""
+
+    def root(x):
+        def goes_on(c):
+            return (c[0] < 5) & (jnp.sum(c[1] * c[1]) > 1.0)
+
+        return lax.while_loop(goes_on, lambda c: (c[0] + 1, 0.4 * (c[1] @ c[1].T) @ c[1] / jnp.sum(c[1] ** 2)), (0, x))
+
+    stacks = np.stack(X)
+    program = flatten(jax.make_jaxpr(lambda x: jax.vmap(root)(x)[1])(stacks))
+    rows = rows_of(program)
+    assert rows is not None and rows.height == 3
+    ours = [_run(rows.program, [x[None]])[0] for x in stacks]
+    np.testing.assert_allclose(np.concatenate(ours), jax.vmap(root)(stacks)[1], rtol=1e-5, atol=1e-6)
 
 
 def test_rows_that_meet_are_no_rows():
