@@ -79,23 +79,23 @@ def _of_one_replica(decided: Schedule) -> Program:
     def read(atom: Atom, layout: Layout) -> Atom:
         return atom if isinstance(atom, Literal) else local[atom, layout]
 
-    def cut(bundles: Sequence[Bundle]) -> None:
+    def cut(bundles: Sequence[Bundle], reader: Equation) -> None:
         """The first row of what is alike for all rows."""
         for t in (t for bundle in bundles for t in bundle):
             whole, row = local[t.var, t.source], enter(t.var, t.target)
             stop = row.array.shape
             bounds = {"start_indices": (0,) * len(stop), "limit_indices": stop, "strides": None}
-            equations.append(Equation(_SLICE, bounds, (whole,), (row,), ()))
+            equations.append(Equation(_SLICE, bounds, (whole,), (row,), reader.sources))
 
     program = decided.program
     inputs = tuple(enter(v, layout) for v, layout in zip(program.inputs, decided.inputs, strict=True))
     constants = tuple((enter(v, (REPLICATED,)), value) for v, value in program.constants)
     for step, bundles in zip(decided.steps, decided.transfers, strict=False):
-        cut(bundles)
         e = step.equation
+        cut(bundles, e)
         operands = tuple(map(read, e.inputs, step.operands))
         results = tuple(enter(v, layout) for v, layout in zip(e.outputs, step.results, strict=True))
         bodies = tuple(map(_of_one_replica, step.bodies))
         equations.append(Equation(e.primitive, step.ruling.params, operands, results, e.sources, bodies, e.effects))
-    cut(decided.transfers[-1])
+    cut(decided.transfers[-1], program.equations[-1])
     return Program(inputs, tuple(map(read, program.outputs, decided.outputs)), tuple(equations), constants)
