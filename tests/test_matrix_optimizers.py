@@ -134,6 +134,53 @@ def test_what_stands_in_empty_slots_reaches_no_result(owning, monkeypatch, name,
     assert made
 
 
+def single(name, shape):
+    """The only matrix of its shape."""
+
+    def loss(params, batch):
+        x, y = batch
+        return jnp.mean((x @ params["w"] - y) ** 2)
+
+    optimizer = zoo.transformation(name)
+    params = {"w": 0.3 * jax.random.normal(jax.random.key(1), shape)}
+
+    def step(state, batch):
+        value, grads = jax.value_and_grad(loss)(state[0], batch)
+        updates, slots = optimizer.update(grads, state[1], state[0])
+        return (optax.apply_updates(state[0], updates), slots), value
+
+    x, y = (jax.random.normal(jax.random.key(100 + k), (120, width)) for k, width in enumerate(shape))
+    return step, (params, optimizer.init(params)), (x, y)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "n"),
+    [
+        ("muon_unrolled", (16, 32), 8),
+        ("muon_scan", (32, 16), 2),
+        pytest.param("muon_scan", (16, 32), 4, marks=pytest.mark.thorough),
+        pytest.param("muon_unrolled", (15, 30), 3, marks=pytest.mark.thorough),
+        pytest.param("muon_while", (16, 24), 8, marks=pytest.mark.thorough),
+        pytest.param("shampoo_newton", (16, 24), 4, marks=pytest.mark.thorough),
+    ],
+)
+def test_the_only_matrix_of_its_shape_is_split_inside(owning, name, shape, n):
+    step, state, batch = single(name, shape)
+    sharded = shardstep.shard(step, replicas(n), options=SPLIT_ALL)
+    plan = sharded.plan(state, batch)
+    (owned,) = plan.owned
+    assert "split inside" in owned.who and owned.flops_after <= 0.7 * owned.flops_before and owned.count == 1
+    assert_same_training(step, state, batch, sharded)
+
+
+def test_too_few_matrices_to_go_round_are_split_inside(owning):
+    """Two for eight replicas, and little to send beside the products: six would wait."""
+    step, state = zoo.training(zoo.transformation("muon_unrolled"), zoo.layers(1, (64, 96)))
+    (owned,) = shardstep.shard(step, replicas(8), options=SPLIT_ALL).plan(state, zoo.examples(120, 64)).owned
+    assert "split inside" in owned.who and owned.flops_after < owned.flops_before / 4
+    assert all(way in owned.why for way in ("owned", "repeated", "split inside"))
+
+
 def test_gradients_without_momentum_are_scattered_to_the_owners(owning):
     step, state, batch = example("muon_without_momentum")
     plan = shardstep.shard(step, replicas(8), options=SPLIT_ALL).plan(state, batch)

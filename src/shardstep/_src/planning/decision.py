@@ -4,34 +4,28 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
-from ..capture.casts_in_front import casts_in_front
 from ..capture.step import Captured
 from ..core import meshes, passes
 from ..core.execution import Execution
-from ..core.layout import Layout, Split, is_padded, joined, show, whole
+from ..core.layout import Layout, Split, is_padded, show, whole
 from ..core.options import Options, beyond_xla
 from ..core.program import Atom
 from ..core.schedule import Schedule
 from ..core.user_shardings import Kept, alike
-from ..machine.memory import memory_limit
 from ..machine.replicas import Replicas
 from . import engines, host_memory, ownership
-from .at_rest import ROOM, WHY_WHOLE, Policy, Taken, choose_weights, layout_at_rest, pads_state, small_bytes, take_turns
-from .batch_choice import replicated
+from .at_rest import ROOM, WHY_WHOLE, Policy, Taken, choose_weights, layout_at_rest, pads_state, take_turns
 from .buckets import bucket_bytes, fuse
-from .estimate import Estimate, estimate
 from .formatting import duration, size
-from .host_memory import hosted, leaf_by_leaf
 from .plan import Owned
-from .precision import check_order, lossy, travel_in, wire_notes
+from .precision import lossy, travel_in, wire_notes
+from .problem import Attempt, Problem
 from .propagation.boundary import Boundary
 from .propagation.forward import schedule
 from .propagation.memo import Memo
-from .roles import check_outputs, drawn_of, examples_of, roles_of, walk_unsharded
-from .sliced import sliced_dims
+from .roles import drawn_of, examples_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,104 +59,6 @@ class Decided:
         return Execution(self.engine.engine, self.schedule, self.inputs, self.outputs, self.kept, self.hosted)
 
 
-@dataclass(frozen=True, eq=False)
-class Problem:
-    """A step to be planned, and what is known of it before anything is decided."""
-
-    captured: Captured
-    replicas: Replicas
-    options: Options
-    unsharded: Schedule  # on one replica: who meets the examples?
-    roles: tuple[str, ...]  # of the inputs
-    small: int  # leaves of fewer bytes are whole at rest
-    sliced: Mapping[int, AbstractSet[int]]  # the dimensions along which loops take inputs slice by slice
-    baseline: Schedule  # of the program that everyone runs today
-    memo: Memo
-    memory: int | None  # bytes that a device may use
-    why_hosted: str = ""  # why optimizer state rests in host memory; empty: it does not
-
-    @classmethod
-    def of(cls, captured: Captured, replicas: Replicas, options: Options, memo: Memo) -> Problem:
-        """`memo`: of all replicas as one axis. The program that everyone runs today speaks of these."""
-        unsharded = walk_unsharded(captured, memo.kinds)
-        check_outputs(captured, unsharded)
-        roles = tuple(roles_of(captured, unsharded))
-        passes.leave("roles", dict(zip(captured.paths, roles, strict=True)))
-        small = small_bytes(captured, roles, replicas, options)
-        check_order(options, captured.axis_name, replicas)
-        together = (joined(replicas.axes),)
-        baseline = replicated(captured, together, memo)
-        shared = together == replicas.axes and not options.deterministic
-        known = memo if shared else Memo(memo.kinds, sums_at_once=options.deterministic)
-        sliced = sliced_dims(captured.program, captured.state)
-        memory = memory_limit(replicas, options.memory, options.topology)
-        return cls(captured, replicas, options, unsharded, roles, small, sliced, baseline, known, memory)
-
-    def hosting(self, why: str) -> Problem:
-        """The same with optimizer state in host memory, updated leaf by leaf."""
-        program = passes.leave("leaf by leaf", leaf_by_leaf(self.captured, self.roles, self.small))
-        found = Problem.of(replace(self.captured, program=program), self.replicas, self.options, Memo(self.memo.kinds))
-        return replace(found, why_hosted=why)
-
-    def gathering_once(self) -> Problem:
-        """The same with scanned layers gathered in front of their loops, in the dtype in which they are read."""
-        program = passes.leave("casts in front", casts_in_front(self.captured.program))
-        captured = replace(self.captured, program=program)
-        memo = Memo(self.memo.kinds, self.memo.sums_at_once, gathers_once=True)
-        return replace(self, captured=captured, memo=memo)
-
-    @property
-    def donated(self) -> Mapping[int, int]:
-        """The outputs that may be written over an input, and over which."""
-        given = frozenset(self.captured.donated if self.options.donate else ())
-        return {o: i for i, o in self.captured.state.items() if i in given}
-
-    def sends_no_more(self, decided: Schedule) -> bool:
-        """Than the replicated step."""
-        return engines.enough(engines.sent(decided), engines.sent(self.baseline))
-
-
-@dataclass(frozen=True, eq=False)
-class Attempt:
-    """The step with its state laid out in one way."""
-
-    problem: Problem
-    schedule: Schedule
-    reasons: tuple[str, ...]  # why each input is laid out as it is
-    weights: str
-    why_weights: str
-
-    @functools.cached_property
-    def hosted(self) -> Mapping[int, int]:
-        """The inputs in host memory, with the outputs that replace them."""
-        problem = self.problem
-        return hosted(problem.captured, problem.roles, self.schedule.inputs) if problem.why_hosted else {}
-
-    @functools.cached_property
-    def estimate(self) -> Estimate:
-        replicas = self.problem.replicas
-        return estimate(self.schedule, self.problem.donated, replicas.axes, replicas.topology, self.hosted)
-
-    @property
-    def peak(self) -> int:
-        """Bytes per device, predicted."""
-        return self.estimate.memory.peak
-
-    @property
-    def seconds(self) -> float:
-        """Of a step, predicted."""
-        return self.estimate.seconds.total
-
-    @property
-    def fits(self) -> bool:
-        """Without a limit the peak need not be known."""
-        return self.problem.memory is None or self.peak <= self.problem.memory
-
-    @property
-    def sent(self) -> float:
-        return engines.sent(self.schedule)
-
-
 def decide(captured: Captured, replicas: Replicas, weights: str, options: Options, memo: Memo) -> Decided:
     """Plan a captured step. Optimizer state goes to host memory if that was asked for, or if nothing else fits.
 
@@ -183,19 +79,56 @@ def decide(captured: Captured, replicas: Replicas, weights: str, options: Option
 
 
 def _decided(problem: Problem, weights: str) -> Decided:
-    """The faster of two programs that fit: equal work on matrices owned, or repeated by every replica."""
+    """The fastest of the programs that fit: the update's expensive work repeated, owned or split inside."""
     captured, replicas = problem.captured, problem.replicas
-    chosen = _chosen(problem, weights)
+    variants = [_Variant.of("repeated", problem, weights)]
     stacked = ownership.stacked(captured, problem.unsharded, replicas)
-    if stacked is captured:
-        return _with_engine(chosen)
-    owning = replace(problem, captured=stacked)
-    other = _chosen(owning, weights)
-    times = [ownership.seconds(attempt.schedule, replicas) for attempt in (other, chosen)]
-    taken = other.fits >= chosen.fits and (times[0] < times[1] or not chosen.fits)
-    owned = ownership.owners(other.schedule, taken, *times)
-    decided = _with_engine(other if taken else chosen)
-    return replace(decided, owned=owned if decided.engine.engine == "rewrite" else ())
+    if stacked is not captured:
+        variants.append(_Variant.of("owned", replace(problem, captured=stacked), weights))
+    best = min(variants, key=_Variant.rank)
+    if _may_split_inside(problem) and ownership.waits(best.attempt.schedule, variants[0].attempt.schedule, replicas):
+        memo = Memo(problem.memo.kinds, problem.memo.sums_at_once, worth=ownership.inside(replicas))
+        inside = [_Variant.of(ownership.INSIDE, replace(problem, memo=memo), weights)]
+        if stacked is not captured and ownership.alone(stacked, problem.unsharded):
+            owning = replace(problem, captured=stacked, memo=memo)
+            inside.append(_Variant.of(ownership.OWNED_OR_INSIDE, owning, weights))
+        variants += inside
+        best = min(variants, key=_Variant.rank)
+    decided = _with_engine(best.attempt)
+    if decided.engine.engine != "rewrite" or len(variants) == 1:
+        return decided
+    ways = [variant.way for variant in variants]
+    taken = ways[variants.index(best)]
+    return replace(decided, owned=ownership.owners(ways, taken, problem.unsharded, replicas))
+
+
+def _may_split_inside(problem: Problem) -> bool:
+    """Not if the order of sums is fixed, nor if the user has laid out state along axes of their own."""
+    return not problem.options.deterministic and not any(problem.captured.kept)
+
+
+@dataclass(frozen=True, eq=False)
+class _Variant:
+    """The step with the expensive work of its update done in one way."""
+
+    name: str
+    captured: Captured
+    attempt: Attempt
+
+    @classmethod
+    def of(cls, name: str, problem: Problem, weights: str) -> _Variant:
+        return cls(name, problem.captured, _chosen(problem, weights))
+
+    @functools.cached_property
+    def seconds(self) -> float:
+        return ownership.seconds(self.attempt.schedule, self.attempt.problem.replicas)
+
+    def rank(self) -> tuple[bool, float]:
+        return not self.attempt.fits, self.seconds
+
+    @property
+    def way(self) -> ownership.Way:
+        return ownership.Way(self.name, self.captured, self.attempt.schedule, self.seconds)
 
 
 def _chosen(problem: Problem, weights: str) -> Attempt:
@@ -371,7 +304,7 @@ def _question(problem: Problem, chosen: Attempt, shares: bool) -> engines.Questi
         alone=replicas.count == 1
         and problem.options.gather_dtype is None
         and not problem.options.deterministic,  # one replica rounds as well
-        owned=ownership.saved(decided, replicas),
+        owned=ownership.saved(decided, problem.baseline, replicas),
         asks=beyond_xla(problem.options),
     )
 

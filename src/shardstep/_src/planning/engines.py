@@ -50,7 +50,7 @@ class Question:
     explicit: bool = False  # are shardings part of the types around the step?
     alone: bool = False  # is there one replica only?
     asks: str = ""  # the option that XLA's own collectives cannot do
-    owned: float = 0.0  # work that each matrix's owner does alone: bytes that could be sent while all repeat it
+    owned: float = 0.0  # work of the update that replicas share: bytes that could be sent while all repeat it
 
 
 def choose(asked: str, question: Question) -> Choice:
@@ -76,7 +76,7 @@ def choose(asked: str, question: Question) -> Choice:
     if ours <= ENOUGH * question.annotated or question.uneven:
         return Choice("rewrite", f"{more}; left to XLA it would not send less")
     if ours <= question.annotated + question.owned:
-        return Choice("rewrite", f"{more}; left to XLA every replica would repeat the work that is owned here")
+        return Choice("rewrite", f"{more}; left to XLA every replica would repeat work that is shared here")
     return Choice("annotate", f"{more}; left to XLA it should send {size(question.annotated)}")
 
 

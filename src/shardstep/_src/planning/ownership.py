@@ -1,17 +1,20 @@
-"""Who does the expensive work of the update: everyone, or one replica for each matrix?
+"""Who does the expensive work of the update: everyone, one replica for each matrix, or all of them together?
 
 Products and factorizations of whole matrices (Muon, Shampoo, SOAP, ...) cannot run on blocks of rows. Repeating them
 sends nothing and costs N times the work. Where several leaves are treated alike, their stack can be split instead:
-each replica owns some of the matrices (`capture/stacking.py` finds them). Both programs are planned; the faster runs.
+each replica owns some of the matrices (`capture/stacking.py` finds them). Where there are too few of them to go round,
+products can be split inside (`propagation/inside.py`). These programs are planned; the fastest runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 from ..capture.stacking import Stacking, stack
 from ..capture.step import Captured
+from ..capture.update_pieces import Barred, Found, find
 from ..core import compat, passes
 from ..core.layout import Array, block_shape
 from ..core.pieces import STACKED, Piece
@@ -22,9 +25,10 @@ from .costs import wire_time
 from .flops import flops, program_flops
 from .formatting import duration
 from .plan import Owned
+from .propagation.inside import Worth
 from .rows import rows_of
 
-_COND = compat.primitive("cond")
+_COND, _DOT = compat.primitive("cond"), compat.primitive("dot_general")
 
 
 def stacked(captured: Captured, unsharded: Schedule, replicas: Replicas) -> Captured:
@@ -34,20 +38,39 @@ def stacked(captured: Captured, unsharded: Schedule, replicas: Replicas) -> Capt
     """
     if replicas.count == 1 or any(captured.kept):
         return captured
-    examples = _over_examples(unsharded)
-
-    def barred(equation: Equation) -> bool:
-        return equation in examples or _is_tied_down(equation)
-
     rate, peak = _rate(replicas), replicas.topology.chip.peak
 
     def worth(program: Program) -> float:
         return program_flops(program) / peak.of(program.outputs[0].array.dtype) * rate
 
-    program = stack(captured.program, Stacking(barred, replicas.count, worth, rows_of))
+    program = stack(captured.program, Stacking(_barred(unsharded), replicas.count, worth, rows_of))
     if program is captured.program:
         return captured
     return replace(captured, program=passes.leave("stacking", program))
+
+
+def inside(replicas: Replicas) -> Worth:
+    """What a product costs that no examples take part in, see `propagation/inside.py`."""
+    rate, peak = _rate(replicas), replicas.topology.chip.peak
+
+    def worth(params: Any, inputs: Sequence[Array], outputs: Sequence[Array]) -> float:
+        return flops(_DOT, params, inputs, outputs) / peak.of(inputs[0].dtype) * rate
+
+    return worth
+
+
+def waits(best: Schedule, repeated: Schedule, replicas: Replicas) -> bool:
+    """Does the update's work take some time, and is it far from being shared evenly?"""
+    mine, all_of_it = _products(best, replicas), _products(repeated, replicas)
+    return mine > _SOME * seconds(best, replicas) and mine > _EVEN * all_of_it / replicas.count
+
+
+_SOME, _EVEN = 0.1, 1.5
+
+
+def _barred(unsharded: Schedule) -> Barred:
+    examples = _over_examples(unsharded)
+    return lambda equation: equation in examples or _is_tied_down(equation)
 
 
 def _rate(replicas: Replicas) -> float:
@@ -87,39 +110,66 @@ def seconds(schedule: Schedule, replicas: Replicas) -> float:
     return wire_time(schedule.collectives, replicas.axes, replicas.topology) + _products(schedule, replicas)
 
 
-def saved(schedule: Schedule, replicas: Replicas) -> float:
-    """What it would cost if every replica did the work of all owners: bytes that could be sent in the same time."""
-    total = 0.0
-    for step in schedule.steps:
-        total += _inside(step, [saved(body, replicas) for body in step.bodies])
-        if step.equation.primitive is STACKED:
-            piece = step.equation.params["piece"]
-            total += piece.worth * (piece.count - piece.done(step.ruling.blocks[0].shape[0]))
-    return total
+def saved(schedule: Schedule, baseline: Schedule, replicas: Replicas) -> float:
+    """What it would cost if every replica did all of the update's work: bytes that could be sent in the same time."""
+    if replicas.count == 1:
+        return 0.0
+    return max(_products(baseline, replicas) - _products(schedule, replicas), 0.0) * _rate(replicas)
 
 
-def owners(schedule: Schedule, taken: bool, owned: float, repeated: float) -> tuple[Owned, ...]:
-    """Who does what, for the plan: `taken` if this is the schedule that runs; the seconds of either way."""
-    told = f"{duration(owned)} owned, {duration(repeated)} repeated (wire and products, predicted)"
+INSIDE, OWNED_OR_INSIDE = "split inside", "owned or split inside"
+
+
+class Way(NamedTuple):
+    """The step with the expensive work of its update done in one way."""
+
+    name: str  # "repeated", "owned" or one of those above
+    captured: Captured
+    schedule: Schedule
+    seconds: float
+
+
+def owners(ways: Sequence[Way], taken: Way, unsharded: Schedule, replicas: Replicas) -> tuple[Owned, ...]:
+    """Who does what, for the plan."""
+    told = ", ".join(f"{duration(way.seconds)} {way.name}" for way in ways) + " (wire and products, predicted)"
+    whole = _products(ways[0].schedule, replicas)
+    left = _products(taken.schedule, replicas) / whole if whole and taken.name == INSIDE else 1.0
+    stacking = [way for way in ways if way.captured is not ways[0].captured]
     found: dict[Owned, None] = {}
-    for step in _stacks(schedule):
+    for step in _stacks(stacking[-1].schedule) if stacking else ():
         piece: Piece = step.equation.params["piece"]
-        height, slots = step.equation.outputs[0].array.shape[0], step.ruling.blocks[0].shape[0]
-        largest = max((v.array for v in piece.program.inputs), key=lambda a: a.size)
-        each = program_flops(piece.program)
-        has = [len(rows) for rows in piece.patterns(slots)] if taken and slots < height else [piece.count]
-        entry = Owned(
-            shape=largest.shape[1:] if piece.joined else largest.shape,
-            dtype=str(largest.dtype),
-            count=piece.count,
-            held=(min(has), max(has)),
-            flops_before=piece.count * each,
-            flops_after=max(has) * each,
-            line=step.equation.line,
-            why=told,
-        )
-        found[entry] = None
+        slots = step.ruling.blocks[0].shape[0]
+        is_owned = taken in stacking and slots < len(piece.slots)
+        has = [len(rows) for rows in piece.patterns(slots)] if is_owned else [piece.count]
+        share = max(has) / piece.count if taken in stacking else left
+        line = step.equation.line
+        entry = _entry(piece.program, piece.joined, (piece.count, share), line)
+        found[replace(entry, held=(min(has), max(has)), why=told)] = None
+    for single in alone((stacking or ways)[-1].captured, unsharded):
+        entry = _entry(Program(single.inputs, single.outputs, single.equations), False, (1, left), single.seed.line)
+        found[replace(entry, why=told)] = None
     return tuple(found)
+
+
+def alone(captured: Captured, unsharded: Schedule) -> list[Found]:
+    """The pieces of the update that are the only ones of their kind."""
+    return find(captured.program, _barred(unsharded))
+
+
+def _entry(program: Program, joined: bool, done: tuple[int, float], line: str) -> Owned:
+    """Work on so many matrices, and the share of it that a replica does."""
+    largest = max((v.array for v in program.inputs), key=lambda a: a.size)
+    count, share = done
+    before = count * program_flops(program)
+    return Owned(
+        shape=largest.shape[1:] if joined else largest.shape,
+        dtype=str(largest.dtype),
+        count=count,
+        held=(count, count),
+        flops_before=before,
+        flops_after=share * before,
+        line=line,
+    )
 
 
 def _stacks(schedule: Schedule) -> Iterator[Step]:

@@ -69,8 +69,8 @@ class Owned:
     """Equal work on several matrices (Muon, Shampoo, ...): who does it.
 
     `count` matrices of one shape are treated alike by the code at `line`. Each replica has at least and at most `held`
-    of them; several shapes are balanced, so that who has fewer of one has more of another. If every replica repeats all
-    of it, because that is faster, both are `count`. `why` has the seconds of both ways.
+    of them; several shapes are balanced, so that who has fewer of one has more of another. If every replica takes part
+    in all of it, both are `count`: each repeats it, or products are split inside. `why` has the seconds of these ways.
     """
 
     shape: tuple[int, ...]  # of the largest matrix that enters; of the piece that `line` is in
@@ -80,12 +80,12 @@ class Owned:
     flops_before: float  # per replica and step
     flops_after: float  # of a replica that has most of these
     line: str
-    why: str
+    why: str = ""
 
     @property
     def repeated(self) -> bool:
         """Does every replica do all of it?"""
-        return self.held == (self.count, self.count)
+        return self.held == (self.count, self.count) and self.flops_after == self.flops_before
 
     @property
     def who(self) -> str:
@@ -93,6 +93,8 @@ class Owned:
         least, most = self.held
         if self.repeated:
             return "repeated by every replica"
+        if least == self.count:
+            return "split inside, over all replicas"
         if least == most:
             return f"{most} per replica"
         return f"{least} or {most} per replica" if least else f"{most} on each of {self.count // most} replicas"

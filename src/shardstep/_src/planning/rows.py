@@ -97,5 +97,6 @@ def _of_one_replica(decided: Schedule) -> Program:
         results = tuple(enter(v, layout) for v, layout in zip(e.outputs, step.results, strict=True))
         bodies = tuple(map(_of_one_replica, step.bodies))
         equations.append(Equation(e.primitive, step.ruling.params, operands, results, e.sources, bodies, e.effects))
-    cut(decided.transfers[-1], program.equations[-1])
+    if decided.transfers[-1]:
+        cut(decided.transfers[-1], program.equations[-1])
     return Program(inputs, tuple(map(read, program.outputs, decided.outputs)), tuple(equations), constants)

@@ -39,7 +39,7 @@ from ...core.program import Atom, Equation, Literal, Program, Var
 from ...core.schedule import Bundle, Fallback, Ruling, Schedule, Step, Visit
 from ...rules import Decision, Site, replicate, rule_for
 from ...rules.contract import speaks_of_replicas
-from . import loops, microbatches
+from . import inside, loops, microbatches
 from .boundary import Boundary
 from .meetings import Meetings
 from .memo import Conversion, Memo, MemoKey, Outcome, Preferences
@@ -233,6 +233,9 @@ class Forward(Values):
         k = len(outer)
         options = [self.options(a, k) for a in equation.inputs]
         held = [self.usable(a, k) for a in equation.inputs]
+        worth = self.memo.worth if inside.is_product_of_state(site, held) else None
+        if worth is not None:
+            options = [inside.more_splits(o, x, site.n) for o, x in zip(options, site.inputs, strict=True)]
         if all(o == [REPLICATED] for o in options) and not any(site.wants) and not speaks_of_replicas(site.primitive):
             return replicate(site)
         preferences = [self.preference(v, k) for v in equation.outputs]
@@ -251,6 +254,7 @@ class Forward(Values):
                 preference.future(placement, array, axis)
                 for preference, placement, array in zip(preferences, decision.results, site.outputs, strict=True)
             )
+            moved += 0.0 if worth is None else inside.work(site, decision, worth)
             shares = any(map(is_batch, decision.results))
             return yields(decision), moved + repeated(site, decision), work(site, decision), not shares
 

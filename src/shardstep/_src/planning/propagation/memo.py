@@ -110,9 +110,12 @@ class Memo:
     equation is depends on neither.
     """
 
-    def __init__(self, kinds: Kinds | None = None, sums_at_once: bool = False, gathers_once: bool = False) -> None:
+    def __init__(
+        self, kinds: Kinds | None = None, sums_at_once: bool = False, gathers_once: bool = False, worth: Any = None
+    ) -> None:
         self.sums_at_once = sums_at_once  # readers are never shown the terms of a sum of floats
         self.gathers_once = gathers_once  # are stacks that loops slice gathered in front of them?
+        self.worth = worth  # what products of state cost (`inside.Worth`); None: only what is sent counts
         self.kinds = Kinds() if kinds is None else kinds
         self.outcomes: dict[MemoKey, Outcome] = {}  # of the forward walk
         self.requests: dict[MemoKey, tuple[tuple[int, Preferences], ...]] = {}  # of the backward walk, by operand
