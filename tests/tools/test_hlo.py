@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from shardstep._src.tools.hlo import collectives, counts, inside_loops, overlap, wire_bytes
+from shardstep._src.tools.hlo import collectives, counts, inside_loops, instructions, overlap, wire_bytes
 
 TPU = """HloModule jit_step, is_scheduled=true, num_partitions=16
 %all-reduce-scatter.1 (p: f32[2048,128]) -> f32[512,128] {
@@ -154,3 +154,33 @@ def test_what_a_loop_sends_counts_as_often_as_the_loop_turns():
     found = collectives(step.lower(jnp.ones((16, 16))).compile().as_text())
     assert [c.times for c in found] == [15]
     assert wire_bytes(found) == 15 * 2 * 7 / 8 * 16 * 16 * 4
+
+
+def tpu_loop(test):
+    """The TPU's compiler does not print how often a loop turns."""
+    return f"""HloModule m, num_partitions=4
+%c (t: (s32[], f32[8])) -> pred[] {{
+  %limit = s32[]{{:T(128)}} constant(24)
+  %t = (s32[], f32[8]) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  ROOT %lt = pred[] {test}
+}}
+%body (t: (s32[], f32[8])) -> (s32[], f32[8]) {{
+  %x = f32[8] parameter(0)
+  ROOT %g = f32[8] all-reduce(%x), replica_groups={{{{0,1,2,3}}}}
+}}
+ENTRY %main (x: f32[8]) -> f32[8] {{
+  %w = (s32[], f32[8]) while(%x), condition=%c, body=%body
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("test", "times"),
+    [("compare(%i, %limit), direction=LT", 24), ("compare(%i, %i), direction=LT", 1), ("and(%i, %limit)", 1)],
+)
+def test_a_loop_turns_as_often_as_its_counter_is_allowed_to(test, times):
+    text = tpu_loop(test)
+    (found,) = collectives(text)
+    assert found.times == times
+    assert dict(instructions(text))["ROOT %g = f32[8] all-reduce(%x), replica_groups={{0,1,2,3}}"] == times

@@ -159,7 +159,7 @@ def _times(computations: dict[str, list[str]]) -> dict[str, int]:
             return
         times[name] = runs
         for line in computations.get(name, ()):
-            trips = int(found[1]) if " while(" in line and (found := _TRIPS.search(line)) else 1
+            trips = _trips(line, computations) if " while(" in line else 1
             for called in _called([line]):
                 visit(called, runs * trips)
 
@@ -167,6 +167,22 @@ def _times(computations: dict[str, list[str]]) -> dict[str, int]:
     for name in computations.keys() - called:
         visit(name, 1)
     return times
+
+
+_CONDITION = re.compile(rf"\bcondition={_NAME}")
+_LESS = re.compile(rf"ROOT .* compare\([^,]*, {_NAME}\), direction=LT")
+
+
+def _trips(line: str, computations: dict[str, list[str]]) -> int:
+    """How often a loop turns: as the compiler says; else (TPU) what its counter is compared with; 1 if that is data."""
+    if found := _TRIPS.search(line):
+        return int(found[1])
+    condition = _CONDITION.search(line)
+    test = "\n".join(computations.get(condition[1], ())) if condition else ""
+    if not (limit := _LESS.search(test)):
+        return 1
+    number = re.search(rf"%?{re.escape(limit[1])} = [su]\d+\[\]\S* constant\((\d+)\)", test)
+    return int(number[1]) if number else 1
 
 
 def _header_int(text: str, name: str) -> int:
