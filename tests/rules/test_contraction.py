@@ -27,15 +27,22 @@ def contractions(fun, *args):
     return [e for e in eqns if e.primitive.name in ("dot_general", "conv_general_dilated")]
 
 
-def decide(eqn, placements, n=2):
+def decide(eqn, placements, n=2, wants=()):
     inputs, outputs = (tuple(Array(v.aval.shape, v.aval.dtype) for v in vs) for vs in (eqn.invars, eqn.outvars))
-    return rule_for(eqn.primitive)(Site(eqn.primitive, eqn.params, inputs, outputs, n), placements)
+    return rule_for(eqn.primitive)(Site(eqn.primitive, eqn.params, inputs, outputs, n, wants), placements)
 
 
 def offers(eqn, placements):
-    """[(operands, result), ...] or None."""
+    """[(operands, result), ...] or None, for examples that stay where they are."""
     decisions = decide(eqn, placements)
-    return decisions if decisions is None else [(d.operands, *d.results) for d in decisions]
+    return decisions if decisions is None else [(d.operands, *d.results) for d in decisions if not d.visit]
+
+
+def visits(eqn, placements, want=None):
+    """[(operands, result, home), ...] for examples that go to the weight; without a home, the result stays."""
+    decisions = [d for d in decide(eqn, placements, wants=(want,)) if d.visit]
+    assert all(d.visit.on_trial for d in decisions)
+    return [(d.operands, *d.results, *d.visit.homes) for d in decisions]
 
 
 # --- dot_general -----------------------------------------------------------------------------------------------------
@@ -68,6 +75,40 @@ MATMUL = {
 def test_matmul_offers(case):
     placements, expected = MATMUL[case]
     assert offers(*contractions(jnp.matmul, X, W), placements) == expected
+
+
+VISITS = {
+    "every replica makes its columns": ((batch(0), S1), [((R, S1), S1, S0)]),
+    "every replica makes a term": ((batch(0), S0), [((S1, S0), P, S0)]),
+    "the weight is on the left": ((S0, batch(1)), [((S0, R), S0, S1)]),
+    "no weight that is split": ((batch(0), R), []),
+    "nobody is an example": ((S0, S1), []),
+    "all are examples": ((batch(0), batch(1)), []),
+}
+
+
+@pytest.mark.parametrize("case", VISITS)
+def test_examples_visit_weights(case):
+    placements, expected = VISITS[case]
+    found = visits(*contractions(jnp.matmul, X, W), placements)
+    assert found == expected
+    assert all(home.batch for *_, home in found)
+
+
+@pytest.mark.parametrize(("want", "operands"), [(S0, (S1, R)), (S1, (R, S1))])
+def test_weight_gradients_are_made_where_they_are_wanted(want, operands):
+    (eqn,) = contractions(lambda x, y: jnp.einsum("bi,bj->ij", x, y), X, draw(6, 8))
+    assert offers(eqn, (batch(0), batch(0))) == [((S0, S0), P)]
+    assert visits(eqn, (batch(0), batch(0)), want) == [(operands, want)]
+    assert visits(eqn, (batch(0), batch(0)), batch(0)) == []  # that is how examples are wanted
+
+
+@pytest.mark.parametrize("how", ["free", "contracted", "gradient"])
+def test_visits_are_right(how):
+    spec = {"free": "bi,ij->bj", "contracted": "bj,ij->bi", "gradient": "bi,bj->ij"}[how]
+    shapes = {"free": [(6, 4), (4, 8)], "contracted": [(6, 8), (4, 8)], "gradient": [(6, 4), (6, 8)]}[how]
+    arrays = [draw(*shape) for shape in shapes]
+    verify(lambda x, y: jnp.einsum(spec, x, y), *arrays, n=2, only=["dot_general"], wants=True)
 
 
 def test_results_remember_the_batch():

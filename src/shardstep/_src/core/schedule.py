@@ -122,13 +122,14 @@ Bundle = tuple[Transfer, ...]  # transfers that share their collectives
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """Examples go to split state, and no work is repeated for it (see `rules/indexing.py`).
+    """Examples go to split state, and no work is repeated for it (see `rules/indexing.py`, `rules/contraction.py`).
 
     What they come back with goes to their `homes` when somebody reads it: a placement for each result in a rule's
     decision, a layout for each in a ruling. Without homes, results stay where they are made.
     """
 
     homes: tuple[Any, ...] = ()
+    on_trial: bool = False  # does it depend on the rest of the step whether that takes less time?
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +153,7 @@ class Ruling:
 
     @functools.cached_property
     def over_examples(self) -> bool:
-        return any(is_batch(p) for layout in self.operands + self.seen for p in layout)
+        return self.visit is not None or any(is_batch(p) for layout in self.operands + self.seen for p in layout)
 
     @functools.cached_property
     def elements_made(self) -> int:

@@ -88,6 +88,7 @@ class Policy:
     weights: str  # "replicated": all weights, "sharded": none for being a weight
     small: int  # leaves of fewer bytes
     room: float = math.inf  # leaves that padding would enlarge by more than this factor
+    visits: bool = False  # and may examples go to weights, instead of weights to examples?
 
 
 def pads_state(captured: Captured, decided: Schedule) -> bool:

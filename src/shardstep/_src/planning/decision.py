@@ -15,7 +15,7 @@ from ..core.program import Atom
 from ..core.schedule import Schedule
 from ..core.user_shardings import Kept, alike
 from ..machine.replicas import Replicas
-from . import engines, host_memory, ownership
+from . import engines, host_memory, ownership, visits
 from .at_rest import ROOM, WHY_WHOLE, Policy, Taken, choose_weights, layout_at_rest, pads_state, take_turns
 from .buckets import bucket_bytes, fuse
 from .formatting import duration, size
@@ -187,16 +187,27 @@ def _slower(other: Attempt) -> str:
 
 
 def _attempt(problem: Problem, weights: str, why_weights: str) -> Attempt:
-    """With padding where that is needed; without most of it, if it is padding that makes the step send more."""
+    """With padding where that is needed; without most of it, if it is padding that makes the step send more.
+
+    Where a replica has few examples, they may go to the weights, if that is predicted to be faster.
+    """
 
     def under(policy: Policy) -> Attempt:
         return Attempt(problem, *_scheduled(problem, policy), weights, why_weights)
 
-    found = under(Policy(weights, problem.small))
-    if problem.sends_no_more(found.schedule) or not pads_state(problem.captured, found.schedule):
+    policy = Policy(weights, problem.small)
+    found = under(policy)
+    if not problem.sends_no_more(found.schedule) and pads_state(problem.captured, found.schedule):
+        roomy = replace(policy, room=ROOM)
+        other = under(roomy)
+        if problem.sends_no_more(other.schedule):
+            policy, found = roomy, other
+    if not visits.may_pay(found.schedule):
         return found
-    other = under(Policy(weights, problem.small, ROOM))
-    return other if problem.sends_no_more(other.schedule) else found
+    other = under(replace(policy, visits=True))
+    if other.seconds >= visits.WORTH * found.seconds or other.fits < found.fits:
+        return found
+    return _noting(other, visits.why(other.schedule, other.seconds, found.seconds))
 
 
 def _scheduled(problem: Problem, policy: Policy) -> tuple[Schedule, tuple[str, ...]]:
@@ -319,5 +330,5 @@ def _is_doubtful(chosen: Attempt, baseline: Schedule) -> bool:
 # What "auto" takes instead, why, and how much less that must send.
 _INSTEAD = {
     "sharded": ("replicated", "to gather them in the step would send more", 1.0),
-    "replicated": ("sharded", "the examples read few rows of a table, which then never moves", 0.5),
+    "replicated": ("sharded", "the examples are few and go to tables and weights, which then do not move", 0.5),
 }

@@ -9,6 +9,13 @@ result is read off the einsum:
     ik,kj->ij       i, j both -> i or j      one of the two is gathered; if only one is of the batch, that one stays
     f(partial, y)             -> partial     f is linear in each factor: sum_i f(x_i, y) = f(sum_i x_i, y)
 
+Examples may also *visit* split weights: every replica multiplies all of them with its part of the weight, and what they
+come back with goes home. Where a replica has few examples, that moves less than the weight:
+
+    ik,kj->ij    i of the batch, j of the state    x is gathered; the result comes with j split, home is i
+    ik,kj->ij    i of the batch, k of the state    x comes with k split; the terms of the result are added at home
+    ik,ij->kj    i of the batch, j wanted          the weight gradient is made where it is wanted, and never moves
+
 `by_index` turns such a list of indices into a rule. Reductions, pooling, Fourier transforms and per-example linear
 algebra are lists of indices too; they are in `reduction.py` and `linalg.py`.
 """
@@ -16,9 +23,10 @@ algebra are lists of indices too; they are in `reduction.py` and `linalg.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..core import compat
+from ..core.schedule import Visit
 from .contract import REPLICATED, Decision, Partial, Placement, Rule, Site, Split, register, replicate, splits
 
 
@@ -37,7 +45,13 @@ class Index:
 
     def outer(self, operand: int, split: Split, n: int) -> int | None:
         """The `k` for which this split of the operand reads the index as (k, rest) and cuts rest in n; or None."""
-        place = self.operands[operand]
+        return self._outer(self.operands[operand], split, n)
+
+    def wanted(self, result: int, split: Split, n: int) -> int | None:
+        """The same for a result."""
+        return self._outer(self.results[result], split, n)
+
+    def _outer(self, place: Split | None, split: Split, n: int) -> int | None:
         if place is None or place.dim != split.dim or split.outer % place.outer:
             return None
         if split.extent:  # padding is at the end of a dimension, so the index must be all of it, everywhere
@@ -79,7 +93,8 @@ class ByIndex:
         if splits(placements) and not followed:
             return None
         if _has_batch(placements):
-            return followed  # the batch is never gathered to keep a sum open
+            # the batch is never gathered to keep a sum open
+            return [*followed, *(_visits(site, placements, found, op) if followed else ())]
         deferred = [i for i in self.linear if placements[i] == Partial(op)]
         offers = [*followed, *(_defer(site, i, op) for i in deferred)]
         if len(deferred) > 1:  # a product of sums: scatter both along an index they share
@@ -107,6 +122,22 @@ def _follow(site: Site, placements: Sequence[Placement], indices: list[Index], o
         if (k := index.outer(i, split, site.n))
     ]
     return list({(d.operands, d.results): d for d in decisions}.values())
+
+
+def _visits(site: Site, placements: Sequence[Placement], indices: list[Index], op: str) -> Iterator[Decision]:
+    """The examples go to where the weight is, or to where its gradient is wanted."""
+    homes = _follow(site, placements, indices, op)[0].results
+    state = [(i, p) for i, p in enumerate(placements) if isinstance(p, Split) and not p.batch]
+    if not any(isinstance(home, Partial) for home in homes):
+        cuts = [(index, split, index.outer(i, split, site.n)) for i, split in state for index in indices]
+        visit = Visit(homes, on_trial=True)
+    else:
+        wanted = [split for split in site.wants[:1] if split is not None and not split.batch and not state]
+        cuts = [(index, split, index.wanted(0, split, site.n)) for split in wanted for index in indices]
+        visit = Visit(on_trial=True)
+    for index, split, k in cuts:
+        if k:
+            yield replace(index.split(site, k, op, extent=split.extent), visit=visit)
 
 
 def _defer(site: Site, operand: int, op: str) -> Decision:

@@ -20,6 +20,7 @@ class Boundary:
     inside: bool = False  # is this the body of a loop or branch?
     leaves_partial: bool = False  # may an output that leaves as it comes be a partial sum or a merged split?
     notes_batch: bool = False  # is it to be found out which inputs meet the examples?
+    visits: bool = False  # may examples go to weights, if that sends less than moving the weights?
     drawn: tuple[tuple[int, Layout], ...] = ()  # what the program makes itself with so many rows are examples too
 
     @classmethod

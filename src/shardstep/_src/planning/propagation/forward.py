@@ -82,12 +82,13 @@ class Forward(Values):
         self.examples: dict[int, Layout] = {}  # how many examples the batch has, and how they are split
         self.drawn: tuple[tuple[int, Layout], ...] = ()  # those of what the step makes itself
         self.inside = False  # is this the body of a loop or branch?
+        self.visits = False  # may examples go to weights?
         self.fallbacks: list[Fallback] = []
         self.hoisted: set[Atom] = set()  # what was gathered in front of the loop whose body this is
         self.meetings: Meetings | None = None
 
     def run(self, boundary: Boundary) -> Schedule:
-        self.inside, self.drawn = boundary.inside, boundary.drawn
+        self.inside, self.visits, self.drawn = boundary.inside, boundary.visits, boundary.drawn
         self.meetings = Meetings() if boundary.notes_batch else None
         self.enter(boundary)
         steps: list[Step] = []
@@ -168,7 +169,7 @@ class Forward(Values):
         """Equal for equations that are decided alike: all that `outcome` looks at."""
         drawn = tuple(map(self.examples_of, equation.outputs)) if equation.primitive is _DRAW else None
         operands, results = map(self.forms.get, equation.inputs), map(self.preferences.get, equation.outputs)
-        return (self.memo.kinds[equation], self.shares, self.inside, drawn, *operands, *results)
+        return (self.memo.kinds[equation], self.shares, self.inside, self.visits, drawn, *operands, *results)
 
     def outcome(self, equation: Equation) -> Outcome:
         """Decide an equation, and what that means for the values it reads and writes."""
@@ -260,8 +261,10 @@ class Forward(Values):
 
         def in_vain(decision: Decision) -> bool:
             """A loop gathers a table once for all iterations; a sum is reduced for the sake of its other terms too."""
+            if decision.visit is None:
+                return False
             waits = self.inside or any(preference.terms > 1 for preference in preferences)
-            return decision.visit is not None and waits
+            return waits or (decision.visit.on_trial and not self.visits)
 
         best, best_score = None, (True, math.inf, math.inf, True)
         for placements in combinations(options):
@@ -329,7 +332,8 @@ class Forward(Values):
 def _visit(per_axis: Sequence[Decision]) -> Visit | None:
     """Those who visit along one axis are at home along the others."""
     visiting = any(d.visit for d in per_axis)
-    return Visit(tuple(zip(*(d.seen for d in per_axis), strict=True))) if visiting else None
+    on_trial = any(d.visit and d.visit.on_trial for d in per_axis)
+    return Visit(tuple(zip(*(d.seen for d in per_axis), strict=True)), on_trial) if visiting else None
 
 
 def _fills(decided: Sequence[tuple[str | None, ...]]) -> tuple[str | None, ...]:

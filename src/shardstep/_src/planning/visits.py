@@ -1,0 +1,44 @@
+"""Few examples per replica: is it worth a try to let them go to the weights?
+
+A product of examples and a split weight moves one of the two: usually the weight, which many examples then read.
+But a weight of 1024 x 1024 is a million numbers, and sixteen examples of it are sixteen thousand. The rules offer both
+(`rules/contraction.py`). What is faster depends on the whole step: it is scheduled both ways, and the predicted seconds
+decide (`decision.py`).
+"""
+
+from __future__ import annotations
+
+from ..core.layout import is_batch
+from ..core.schedule import Schedule, Step
+from .engines import sent
+from .flops import multiplies
+from .formatting import duration
+
+WORTH = 0.9  # of the predicted seconds: below a tenth less, a program with fewer messages is the safer one
+
+
+def may_pay(schedule: Schedule) -> bool:
+    """Could the step send a tenth less, if examples went to weights wherever they are smaller?"""
+    saved = sum(map(_saved, schedule.steps))
+    return saved > 0 and saved > (1 - WORTH) * sent(schedule)
+
+
+def _saved(step: Step) -> float:
+    """Bytes of the weight (or of its gradient) beyond those of the examples that it meets."""
+    if not (multiplies(step.equation.primitive) and step.ruling.over_examples):
+        return 0.0
+    atoms = [*step.equation.inputs, *step.equation.outputs]
+    layouts = [*step.operands, *step.ruling.seen]
+    nbytes = {True: 0, False: 0}
+    for atom, layout in zip(atoms, layouts, strict=True):
+        nbytes[any(map(is_batch, layout))] += atom.array.nbytes
+    return max(nbytes[False] - nbytes[True], 0)
+
+
+def why(schedule: Schedule, seconds: float, otherwise: float) -> str:
+    """What the plan says of it."""
+    count = sum(step.ruling.visit is not None and step.ruling.visit.on_trial for step in schedule.steps)
+    return (
+        f"few examples per replica: they go to the weights in {count} products, predicted step {duration(seconds)}"
+        f" instead of {duration(otherwise)}"
+    )
