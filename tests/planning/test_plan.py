@@ -283,9 +283,13 @@ def test_shapes_only():
 def test_a_model_that_no_machine_could_hold():
     """Two terabytes of state, planned from shapes."""
     w = jax.ShapeDtypeStruct((2**19, 2**19), jnp.float32)
-    plan = plan_for(sgd_momentum, (w, w), jax.ShapeDtypeStruct((16, 2**19), jnp.float32))
+    plan = plan_for(sgd_momentum, (w, w), jax.ShapeDtypeStruct((16, 2**19), jnp.float32), weights="replicated")
     assert plan.state_bytes.replicated == 2 * 2**40
     assert plan.state_bytes.sharded == 2**40 + 2**37
+    # 16 examples go where the weight is, if it is nowhere whole
+    plan = plan_for(sgd_momentum, (w, w), jax.ShapeDtypeStruct((16, 2**19), jnp.float32))
+    assert plan.weights == "sharded" and plan.state_bytes.sharded == 2 * 2**37
+    assert plan.wire_bytes.sharded < 1e-3 * plan.wire_bytes.replicated
 
 
 # -- fallbacks --------------------------------------------------------------------------------------------------------

@@ -91,6 +91,9 @@ def examples(i=0):
     return jax.random.normal(jax.random.key(10 + i), (EXAMPLES, WIDTH))
 
 
+MANY = jax.ShapeDtypeStruct((1024 * EXAMPLES, WIDTH), jnp.float32)  # so many that weights go to them
+
+
 def sharded(machine, mesh, weights="sharded", step=train_step, bucket_bytes=64 * 1024):
     options = shardstep.Options(topology=machine, bucket_bytes=bucket_bytes)
     return shardstep.shard(step, mesh, batch_argnums=1, weights=weights, options=options)
@@ -125,7 +128,7 @@ def test_tensors_take_turns_and_families_agree(machine, weights, mesh):
 
 @pytest.mark.parametrize("machine", SPECS)
 def test_first_scatters_run_along_different_axes(machine, mesh):
-    plan = sharded(machine, mesh).plan(train_state(), examples())
+    plan = sharded(machine, mesh).plan(train_state(), MANY)
     scattered = [c for c in plan.collectives if c.kind == "reduce-scatter" and c.shape == (WIDTH, WIDTH)]
     sent = Counter()
     for c in scattered:
@@ -163,7 +166,7 @@ def test_numbers_equal_the_plain_run(machine, weights, mesh):
 
 
 def test_the_compiled_program_scatters_each_tensor_once_along_each_axis(mesh):
-    text = sharded("v5e:2x4", mesh).lower(train_state(), examples()).compile().as_text()
+    text = sharded("v5e:2x4", mesh).lower(train_state(), MANY).compile().as_text()
     large = [c for c in collectives(text) if c.bytes > 64 * 1024]
     assert {c.kind for c in large} == {"reduce-scatter", "all-gather"}
     assert sum(c.wire_bytes for c in large) == pytest.approx(2 * LAYERS * 4 * WIDTH * WIDTH * 7 / 8)

@@ -20,7 +20,7 @@ import shardstep
 from shardstep._src.planning import visits
 from shardstep._src.tools.hlo import collectives
 
-WIDTH, LAYERS = 512, 3
+WIDTH, LAYERS = 1024, 3
 OPTIMIZER = optax.sgd(1.0, momentum=0.9)  # Adam would make full-size steps of rounding noise
 
 
@@ -95,6 +95,15 @@ def test_auto_shards_weights_that_then_need_not_move(mesh):
     plan = shardstep.shard(step, mesh).plan(start(), rows(16))
     assert plan.weights == "sharded" and "examples are few" in plan.why_weights
     assert shardstep.shard(step, mesh).plan(start(), rows(8192)).weights == "replicated"
+
+
+def test_small_weights_move_however_few_the_examples(mesh):
+    def start():
+        weights = [(jnp.ones((256, 256)), jnp.zeros(256))] * LAYERS
+        return weights, OPTIMIZER.init(weights)
+
+    sharded = shardstep.shard(step, mesh, weights="sharded")
+    assert not on_visit(sharded, start(), jnp.ones((16, 256)))
 
 
 def test_what_is_slower_is_not_taken(mesh, monkeypatch):

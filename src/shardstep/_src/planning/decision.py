@@ -228,7 +228,7 @@ def _scheduled(problem: Problem, policy: Policy) -> tuple[Schedule, tuple[str, .
     outputs: list[Layout | None] = [None] * len(program.outputs)
     for i, o in captured.state.items():
         outputs[o] = inputs[i]
-    boundary = Boundary(tuple(inputs), tuple(outputs), drawn=drawn_of(captured, axes))
+    boundary = Boundary(tuple(inputs), tuple(outputs), visits=policy.visits, drawn=drawn_of(captured, axes))
     reasons = tuple(_why(captured, i, reason) for i, (_, reason) in enumerate(resting))
     shown = [f"{show(layout)}, {reason}" for layout, reason in zip(inputs, reasons, strict=True)]
     passes.leave(f"at rest (weights {policy.weights})", dict(zip(captured.paths, shown, strict=True)))
@@ -324,7 +324,7 @@ def _is_doubtful(chosen: Attempt, baseline: Schedule) -> bool:
     """Might weights that are laid out otherwise send less?"""
     if chosen.weights == "sharded":
         return chosen.sent > engines.ENOUGH * engines.sent(baseline)
-    return any(step.ruling.visit for step in chosen.schedule.steps)
+    return visits.may_pay(chosen.schedule) or any(step.ruling.visit for step in chosen.schedule.steps)
 
 
 # What "auto" takes instead, why, and how much less that must send.

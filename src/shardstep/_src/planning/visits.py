@@ -14,13 +14,13 @@ from .engines import sent
 from .flops import multiplies
 from .formatting import duration
 
-WORTH = 0.9  # of the predicted seconds: below a tenth less, a program with fewer messages is the safer one
+WORTH = 0.9  # of the predicted seconds: if less than a tenth is gained, fewer messages are the safer choice
+LEAST = 16 << 20  # bytes: where less is at stake, messages take their time by being many, not by being long
 
 
 def may_pay(schedule: Schedule) -> bool:
-    """Could the step send a tenth less, if examples went to weights wherever they are smaller?"""
-    saved = sum(map(_saved, schedule.steps))
-    return saved > 0 and saved > (1 - WORTH) * sent(schedule)
+    """Could the step send so much less, if examples went to weights wherever they are smaller?"""
+    return sum(map(_saved, schedule.steps)) > max(LEAST, (1 - WORTH) * sent(schedule))
 
 
 def _saved(step: Step) -> float:
