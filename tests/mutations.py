@@ -87,7 +87,28 @@ MUTATIONS = [
         "moved += 0.0",
         "planning/propagation/test_microbatches.py -k 'not_divide and sliced'",
     ),
+    Mutation(
+        "examples never go to weights",
+        "planning/propagation/forward.py",
+        "return waits or (decision.visit.on_trial and not self.visits)",
+        "return waits or decision.visit.on_trial",
+        "planning/test_visits.py -k few_examples",
+    ),
+    Mutation(
+        "examples go to small weights",
+        "planning/visits.py",
+        "max(LEAST, (1 - WORTH) * sent(schedule))",
+        "(1 - WORTH) * sent(schedule)",
+        "planning/test_visits.py -k small_weights",
+    ),
     # -- rules ----------------------------------------------------------------------------------------------------
+    Mutation(
+        "visitors never go home",
+        "rules/contraction.py",
+        "visit = Visit(homes, on_trial=True)",
+        "visit = Visit(on_trial=True)",
+        "rules/test_contraction.py -k examples_visit",
+    ),
     Mutation(
         "product of two sums left open",
         "rules/elementwise.py",

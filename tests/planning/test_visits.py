@@ -106,6 +106,12 @@ def test_small_weights_move_however_few_the_examples(mesh):
     assert not on_visit(sharded, start(), jnp.ones((16, 256)))
 
 
+@pytest.mark.parametrize("asked", [{"reduce_dtype": jnp.bfloat16}, {"wire": "int8"}, {"deterministic": True}])
+def test_who_says_how_weights_travel_has_them_travel(mesh, asked):
+    sharded = shardstep.shard(step, mesh, weights="sharded", options=shardstep.Options(**asked))
+    assert not on_visit(sharded, start(), rows(16))
+
+
 def test_what_is_slower_is_not_taken(mesh, monkeypatch):
     monkeypatch.setattr(visits, "WORTH", 0.0)
     sharded = shardstep.shard(step, mesh, weights="sharded")

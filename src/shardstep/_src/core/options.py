@@ -106,6 +106,12 @@ class Options:
                 f"Options({asked}, engine='annotate'): XLA's collectives do not do that. Leave engine='rewrite'."
             )
 
+    @property
+    def moves_weights(self) -> bool:
+        """Is it said how weights or their gradients travel? Then they do, and no examples travel instead."""
+        dtypes = (self.reduce_dtype, self.gather_dtype, self.reduce, self.wire)
+        return self.deterministic or any(asked is not None for asked in dtypes)
+
     def __repr__(self) -> str:
         """What differs from the defaults."""
         chosen = (f for f in fields(self) if getattr(self, f.name) != f.default)

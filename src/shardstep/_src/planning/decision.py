@@ -202,7 +202,7 @@ def _attempt(problem: Problem, weights: str, why_weights: str) -> Attempt:
         other = under(roomy)
         if problem.sends_no_more(other.schedule):
             policy, found = roomy, other
-    if not visits.may_pay(found.schedule):
+    if problem.options.moves_weights or not visits.may_pay(found.schedule):
         return found
     other = under(replace(policy, visits=True))
     if other.seconds >= visits.WORTH * found.seconds or other.fits < found.fits:
