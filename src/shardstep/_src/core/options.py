@@ -106,12 +106,6 @@ class Options:
                 f"Options({asked}, engine='annotate'): XLA's collectives do not do that. Leave engine='rewrite'."
             )
 
-    @property
-    def moves_weights(self) -> bool:
-        """Is it said how weights or their gradients travel? Then they do, and no examples travel instead."""
-        dtypes = (self.reduce_dtype, self.gather_dtype, self.reduce, self.wire)
-        return self.deterministic or any(asked is not None for asked in dtypes)
-
     def __repr__(self) -> str:
         """What differs from the defaults."""
         chosen = (f for f in fields(self) if getattr(self, f.name) != f.default)
@@ -124,6 +118,12 @@ def beyond_xla(options: Options) -> str:
         if (value := getattr(options, name)) is not None:
             return f"{name}={value!r}"
     return "deterministic=True" if options.deterministic else ""
+
+
+def moves_weights(options: Options) -> bool:
+    """Is it said how weights or their gradients travel? Then they do, and no examples travel instead."""
+    asked = (options.reduce_dtype, options.gather_dtype, options.reduce, options.wire)
+    return options.deterministic or any(a is not None for a in asked)
 
 
 def _floating(name: str, value: Any) -> Any:

@@ -10,7 +10,7 @@ from ..capture.step import Captured
 from ..core import meshes, passes
 from ..core.execution import Execution
 from ..core.layout import Layout, Split, is_padded, show, whole
-from ..core.options import Options, beyond_xla
+from ..core.options import Options, beyond_xla, moves_weights
 from ..core.program import Atom
 from ..core.schedule import Schedule
 from ..core.user_shardings import Kept, alike
@@ -202,7 +202,7 @@ def _attempt(problem: Problem, weights: str, why_weights: str) -> Attempt:
         other = under(roomy)
         if problem.sends_no_more(other.schedule):
             policy, found = roomy, other
-    if problem.options.moves_weights or not visits.may_pay(found.schedule):
+    if moves_weights(problem.options) or not visits.may_pay(found.schedule):
         return found
     other = under(replace(policy, visits=True))
     if other.seconds >= visits.WORTH * found.seconds or other.fits < found.fits:
