@@ -335,12 +335,35 @@ def meet(w: Writer, weight: Value) -> None:
     forms = [(f"jnp.tensordot({h}, {weight}, ({i}, {j}))", h.shape[i]) for i, j in pairs]
     if grammar._broadcast(h.shape, weight.shape) is not None:
         forms += [(f"{h} * {weight}", 1), (f"{h} + {weight}", 1)]
+    forms += _scanned(w, h, weight)
     code, terms = w.one_of(forms or [(f"{h} * jnp.mean({weight})", 1)])
     real = "jnp.real({})" if is_complex(weight) else "{}"
     try:
         w.line(real.format(code), max(h.scale, 1.0) * weight.scale * math.sqrt(terms))
     except Skip:  # too large
         w.line(real.format(f"{h} * jnp.mean({weight})"), h.scale * weight.scale)
+
+
+def _scanned(w: Writer, h: Value, weight: Value) -> list[tuple[str, int]]:
+    """Layers that are stacked in one weight, and scanned: [layers, m] or [layers, m, n] on a dimension of size m."""
+    if weight.ndim < 2 or is_complex(weight) or is_complex(h):
+        return []
+    bodies = []
+    for i in (i for i in range(h.ndim) if h.shape[i] == weight.shape[1]):
+        if weight.ndim == 2:
+            bodies.append(f"hidden * layer.reshape({(weight.shape[1],) + (1,) * (h.ndim - i - 1)})")
+        else:  # there and back, so that the carry keeps its shape
+            there = f"jnp.tensordot(hidden, layer, ({i}, 0))"
+            bodies.append(f"jnp.moveaxis(jnp.tensordot({there}, layer, (-1, 1)), -1, {i})")
+    wrap, unroll = w.one_of(["", "jax.checkpoint"]), w.one_of([1, 1, 2])
+    return [
+        (
+            f"lax.scan({wrap}(lambda hidden, layer: ((hidden + jnp.tanh({body})).astype(hidden.dtype), None)),"
+            f" {h}, {weight}, unroll={unroll})[0]",
+            max(weight.shape[0], 1) ** 2,
+        )
+        for body in bodies
+    ]
 
 
 def _loss(w: Writer, weights: Sequence[Value]) -> None:
