@@ -33,8 +33,9 @@ def cut(value, placement, n, rng):
         return [b.reshape(local_shape(shape, placement, n)) for b in xp.split(seen, n, axis=d + 1)]
     if isinstance(placement, Partial) and placement.op == "add":
         with np.errstate(all="ignore"):
-            # as large as the value, so that rounding them is rounding it
-            largest = np.abs(np.asarray(value)[np.isfinite(value)]).astype(np.float64).max(initial=0)
+            # as large as the value, so that rounding them is rounding it; what stands in padding may be huge
+            sizes = np.abs(np.asarray(value)[np.isfinite(value)]).astype(np.float64)
+            largest = sizes[sizes < 1e30].max(initial=0)
             scale = 2.0 ** np.floor(np.log2(largest / 4)) if 0 < largest < 4 else 1.0
             terms = [(scale * rng.integers(-4, 5, value.shape)).astype(value.dtype) for _ in range(n - 1)]
             return [*terms, value - sum(terms, xp.zeros_like(value))]

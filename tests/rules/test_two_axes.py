@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from simulate import check_decisions
+from simulate import check_decisions, cut_by_axes
 
 from shardstep._src.core.layout import PARTIAL, Array, Split
 from shardstep._src.planning.propagation.rule_queries import localise, nests, valid_decisions
@@ -39,3 +39,11 @@ def test_padding_is_not_cut_by_rows_from_all_over_a_block():
     assert offered and not any(nests([outer], d) for d in offered)
     with pytest.raises(AssertionError):
         check_decisions(eqn, site, [outer, offered[0]], [VALUE], [VALUE.sum()], np.random.default_rng(0), (2, 2))
+
+
+def test_terms_are_as_large_as_the_value_beside_padding():
+    """What stands in the padding of the outer axis says nothing of how a small value is cut into terms (by fuzzing)."""
+    value = np.asarray([0.002, -0.0006, 0.003], jnp.bfloat16)
+    for seed in range(20):
+        blocks = cut_by_axes(value, (Split(0, extent=4), PARTIAL), (2, 2), np.random.default_rng(seed))
+        assert abs(float(blocks[2][0] + blocks[3][0]) - 0.003) < 1e-4
