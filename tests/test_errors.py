@@ -228,7 +228,10 @@ def test_state_that_would_differ_between_replicas():
 
 def test_a_loop_that_replicas_would_leave_at_different_times():
     def step(state, batch):
-        rounds = lax.while_loop(lambda c: c[1] > 1e-3, lambda c: (c[0] + 1, c[1] / 2), (0, batch["x"].max()))[0]
+        def halved(c):  # all replicas would have to take part in each round, but some have left
+            return c[0] + lax.psum(c[1], "batch"), c[1] / 2
+
+        rounds = lax.while_loop(lambda c: c[1] > 1e-3, halved, (0.0, batch["x"].max()))[0]
         state, value = per_replica_step(state, batch)
         return state, value + lax.psum(rounds, "batch")
 

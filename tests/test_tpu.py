@@ -57,7 +57,7 @@ state = (params, jax.eval_shape(OPTIMIZER.init, params))
 def compiled(machine, weights):
     devices = topologies.get_topology_desc(platform="tpu", topology_name=machine).devices
     mesh = Mesh(np.array(sorted(devices, key=lambda d: d.id)), ("data",))
-    x = jax.ShapeDtypeStruct((8 * mesh.size, WIDTH), jnp.float32)
+    x = jax.ShapeDtypeStruct((WIDTH * mesh.size, WIDTH), jnp.float32)  # so many that weights go to them
     sharded = shardstep.shard(step, mesh, batch_argnums=1, weights=weights)
     text = sharded.lower(state, x).compile().as_text()
     return {

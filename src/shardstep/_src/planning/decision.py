@@ -92,7 +92,9 @@ def _decided(problem: Problem, weights: str) -> Decided:
         if stacked is not captured and ownership.alone(stacked, problem.unsharded):
             owning = replace(problem, captured=stacked, memo=memo)
             inside.append(_Variant.of(ownership.OWNED_OR_INSIDE, owning, weights))
-        variants += inside
+        variants += [
+            v for v in inside if v.attempt.sends_little or v.seconds < ownership.WORTH_MORE_BYTES * best.seconds
+        ]
         best = min(variants, key=_Variant.rank)
     decided = _with_engine(best.attempt)
     if decided.engine.engine != "rewrite" or len(variants) == 1:

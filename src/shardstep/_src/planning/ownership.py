@@ -66,6 +66,7 @@ def waits(best: Schedule, repeated: Schedule, replicas: Replicas) -> bool:
 
 
 _SOME, _EVEN = 0.1, 1.5
+WORTH_MORE_BYTES = 0.7  # of the predicted seconds: what sends more than the replicated step must be much faster
 
 
 def _barred(unsharded: Schedule) -> Barred:

@@ -122,3 +122,9 @@ class Attempt:
     @property
     def sent(self) -> float:
         return engines.sent(self.schedule)
+
+    @property
+    def sends_little(self) -> bool:
+        """No more than the replicated step and whole matrices on their way to owners and back."""
+        room = 1 + 2 / self.problem.replicas.count
+        return engines.enough(self.sent, room * engines.sent(self.problem.baseline))
