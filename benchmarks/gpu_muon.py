@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import gpu_replica as one_replica
+from recorded import stamp
 
 HERE = Path(__file__).resolve().parent
 GROUPS = [(8, "muon"), (64, "muon"), (8, "sgd"), (64, "sgd")]
@@ -97,6 +98,7 @@ def child(replicas: int, optimizer: str, args: argparse.Namespace) -> None:
         "optimizer": optimizer,
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
+        **stamp("gpu_muon"),
         "parameters": sum(x.size for x in jax.tree.leaves(workload.params)),
         "variants": {},
     }
