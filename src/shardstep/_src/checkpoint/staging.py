@@ -6,6 +6,7 @@ name; the others are told so.
 
 from __future__ import annotations
 
+import abc
 import errno
 import os
 import shutil
@@ -32,7 +33,7 @@ class Request:
     timeout: float  # seconds to wait for others
 
 
-class Writing:
+class Writing(abc.ABC):
     """A checkpoint on its way. The first process speaks for all of them."""
 
     directory: epath.Path  # where Orbax is to write it
@@ -45,9 +46,9 @@ class Writing:
     def begin(self) -> None:
         """Claim a place to write; on the first process alone."""
 
+    @abc.abstractmethod
     def commit(self) -> epath.Path:
         """It is whole: give it its place. On the first process alone."""
-        raise NotImplementedError
 
     def abandon(self) -> None:
         """It will not be finished: leave nothing behind."""
