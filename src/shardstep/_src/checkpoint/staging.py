@@ -43,6 +43,7 @@ class Writing(abc.ABC):
         self.target = request.target
         self.token = token
 
+    @abc.abstractmethod
     def begin(self) -> None:
         """Claim a place to write; on the first process alone."""
 
@@ -50,6 +51,7 @@ class Writing(abc.ABC):
     def commit(self) -> epath.Path:
         """It is whole: give it its place. On the first process alone."""
 
+    @abc.abstractmethod
     def abandon(self) -> None:
         """It will not be finished: leave nothing behind."""
 
