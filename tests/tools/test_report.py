@@ -168,6 +168,7 @@ def test_loops_are_drawn_in_rounds_and_a_device_that_is_too_small_as_a_line(brow
     room = round(scanned.state_bytes.replicated / 4)
     dataclasses.replace(scanned, memory=room).to_html(tmp_path / "scanned.html")
     with opened(browser, tmp_path / "scanned.html", 390) as page:
+        page.wait_for_function("document.getElementById('timeline').data")
         bars = page.evaluate(
             "document.getElementById('timeline').data.filter(t => t.name === 'all-gather')"
             ".flatMap(t => t.y.filter(lane => lane === 'sharded: wire'))"
