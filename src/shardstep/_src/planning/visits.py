@@ -15,6 +15,7 @@ from .flops import multiplies
 from .formatting import duration
 
 WORTH = 0.9  # of the predicted seconds: if less than a tenth is gained, fewer messages are the safer choice
+SMALL = 256 << 10  # bytes: what moves less is better packed with others, and thousands of such weights are planned once
 LEAST = 16 << 20  # bytes: where less is at stake, messages take their time by being many, not by being long
 
 
@@ -32,7 +33,8 @@ def _saved(step: Step) -> float:
     nbytes = {True: 0, False: 0}
     for atom, layout in zip(atoms, layouts, strict=True):
         nbytes[any(map(is_batch, layout))] += atom.array.nbytes
-    return max(nbytes[False] - nbytes[True], 0)
+    saved = nbytes[False] - nbytes[True]
+    return saved if saved >= SMALL else 0
 
 
 def why(schedule: Schedule, seconds: float, otherwise: float) -> str:
