@@ -79,7 +79,7 @@ def _evaluated(eqn, values: list, choices: Choices, played: Played) -> list:
     out = eqn.primitive.bind(*map(jnp.asarray, values), **eqn.params)
     out = list(out) if eqn.primitive.multiple_results else [out]
     if name == "scan" and eqn.params["length"]:
-        carried = eqn.params["num_consts"] + eqn.params["num_carry"]
+        carried = sum(compat.scan_counts(eqn.params))
         body = eqn.params["jaxpr"]
         _walk(body, body.consts, [*values[:carried], *(x[0] for x in values[carried:])], choices, played)
     elif name == "cond":
