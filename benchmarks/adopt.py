@@ -27,12 +27,17 @@ def cell(row: Row) -> tuple[object, ...]:
 
 
 def adopted(name: str, old: list[Row], new: list[Row]) -> list[Row]:
-    """The new rows in place of the old ones of their cells; a failed cell replaces nothing."""
+    """The new rows in place of the old ones of their cells; a failed cell replaces nothing. Variants that were measured
+    apart, of the same code, go into one row."""
     found = {cell(row): row for row in old}
     for row in new:
         if row.get("failure") and not row.get("variants"):
             continue
-        found[cell(row)] = row if row["commit"] != UNKNOWN else {**row, "commit": _commit_of(name, row)}
+        row = row if row["commit"] != UNKNOWN else {**row, "commit": _commit_of(name, row)}
+        before = found.get(cell(row), {})
+        if before.get("code") == row["code"] and "variants" in row:
+            row = {**row, "variants": before["variants"] | row["variants"]}
+        found[cell(row)] = row
     return list(found.values())
 
 
