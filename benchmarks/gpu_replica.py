@@ -105,8 +105,13 @@ def in_process(workload: str, replicas: int, optimizer: str, args: argparse.Name
     environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_shard_autotuning=false".strip()
     if args.smoke:
         environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    if workload == "offload":  # nearly all of the device; and JAX pins 64 GB of the host's memory at most, unless told
-        environment |= {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".95", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "115"}
+    if (
+        workload == "offload"
+    ):  # nearly all of the device, and enough of the host: 64 GB is all that XLA pins unless told
+        environment |= {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".95", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "84"}
+        environment |= {
+            "XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE": "true"
+        }  # a pool that grows doubles, past the host's end
     command = [sys.executable, __file__, *sys.argv[1:], "--group", f"{workload}:{replicas}:{optimizer}"]
     found = args.out / f"{workload}-{replicas}-{optimizer}.json"
     failure, started = "", time.monotonic()
