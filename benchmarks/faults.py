@@ -1,16 +1,16 @@
 """Kill a run at random moments, start it again, and see what was lost: the fault table of docs/checkpoints.md.
 
-python benchmarks/faults.py [--kills 50] [--processes 2 4] [--json results/faults.json]
+python benchmarks/faults.py [--kills 50] [--processes 2 4] [--runs steady waited short] [--keep]
 
 Each round starts examples/distributed.py on N processes, kills one of them (SIGKILL) at a random moment after its first
-step, in training or in a save, and starts it again. A round counts as resumed if the restart goes on from a whole
-checkpoint and its losses are those shown before. Lost are the steps between the last one shown and that checkpoint.
+step, every second time while a checkpoint is being written, and starts it again. A round counts as resumed if the
+restart goes on from a whole checkpoint and its losses are those shown before. Lost are the steps between the last one
+shown and that checkpoint. With `--keep` the rows go to benchmarks/results/faults.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import re
 import shutil
@@ -19,28 +19,67 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from launch import EXAMPLE, by_hand, started
 
-SAVE_EVERY = 5
 PATIENCE = 900  # seconds for the first step: processes start slowly on a machine that is busy
 STEP = re.compile(r"^step (\d+) loss ([\d.]+)", re.MULTILINE)
+NEAR = 0.4  # seconds: a save of this example takes less on an idle machine
+
+
+class Run(NamedTuple):
+    """How a run saves, and what its steps are like."""
+
+    save_every: int
+    background: bool
+    seconds: float  # that a host waits for its devices in each step, besides what the step takes here
+    until_kill: float  # seconds from the first step, at most
+
+    @property
+    def bound(self) -> int:
+        """The most steps that a kill may cost."""
+        return self.save_every * (2 if self.background and not self.seconds else 1)
+
+
+RUNS = {
+    "steady": Run(2, True, 2.0, 8.0),  # steps take longer than the writing of a checkpoint
+    "waited": Run(5, False, 0.0, 2.0),
+    "short": Run(5, True, 0.0, 2.0),  # hundreds of steps in the time that a checkpoint takes
+}
 
 
 def losses(text):
     return {int(step): float(loss) for step, loss in STEP.findall(text)}
 
 
-def commands(directory, count):
-    shared = ["--checkpoints", directory / "run", "--save-every", SAVE_EVERY, "--heartbeat", 10, "--devices", 1]
-    return [[EXAMPLE, *shared, "--steps", 10**6, *hand] for hand in by_hand(count)]
+def commands(run, directory, count):
+    shared = ["--checkpoints", directory / "run", "--save-every", run.save_every, "--heartbeat", 10, "--devices", 1]
+    shared += ["--steps", 10**6] + ["--wait-for-saves"] * (not run.background)
+    script = [Path(__file__).resolve(), "slowly", run.seconds] if run.seconds else [EXAMPLE]
+    return [[*script, *shared, *hand] for hand in by_hand(count)]
 
 
-def one_round(directory, count, k, chance):
-    """Run, kill; what was shown up to then, and from where the run went on."""
+def slowly(seconds, arguments):
+    """The example, with steps that take so long."""
+    sys.path.insert(0, str(EXAMPLE.parent))
+    import distributed
+
+    quick = distributed.own_part
+    distributed.own_part = lambda i: (time.sleep(seconds), quick(i))[1]
+    sys.argv = ["distributed.py", *arguments]
+    distributed.main()
+
+
+def is_writing(directory):
+    return any((directory / "run").glob("*.shardstep-*"))
+
+
+def one_round(run, directory, count, k, chance):
+    """Run, kill; what was shown up to then, from where the run went on, and whether a save was cut off."""
     quickly = {"JAX_COMPILATION_CACHE_DIR": str(directory / "compiled"), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    with started(commands(directory, count), directory / f"logs-{count}-{k}", [quickly] * count) as processes:
+    with started(commands(run, directory, count), directory / f"logs-{count}-{k}", [quickly] * count) as processes:
         start = time.monotonic()
         while not STEP.search(processes.output()):
             ended = [p.poll() for p in processes.running]
@@ -48,7 +87,12 @@ def one_round(directory, count, k, chance):
                 print(f"no step was made; exit codes {ended}:\n{processes.output()[-3000:]}", flush=True)
                 break
             time.sleep(0.02)
-        time.sleep(chance.uniform(0.0, 2.0))
+        time.sleep(chance.uniform(0.0, run.until_kill))
+        if k % 2:
+            until = time.monotonic() + PATIENCE
+            while not is_writing(directory) and time.monotonic() < until:
+                time.sleep(0.002)
+            time.sleep(chance.uniform(0.0, NEAR))
         victim = chance.randrange(count)
         processes.running[victim].send_signal(signal.SIGKILL)
         for other in processes.running:  # the scheduler takes the rest away
@@ -56,51 +100,77 @@ def one_round(directory, count, k, chance):
             other.wait()
         text = processes.output()
     resumed = re.search(r"resumed at step (\d+)", text)
-    return losses(text), int(resumed[1]) if resumed else None
+    return losses(text), int(resumed[1]) if resumed else None, is_writing(directory)
 
 
-def rounds(count, kills, seed=0):
+def rounds(run, count, kills, seed=0):
     chance = random.Random(seed + count)
     directory = Path(tempfile.mkdtemp(prefix="shardstep-faults-"))
-    table, last, known = [], -1, {}
+    table, last, known, cut_off = [], -1, {}, False
     try:
         for k in range(kills + 1):
-            shown, at = one_round(directory, count, k, chance)
-            first = min(shown, default=None)
+            shown, at, writing = one_round(run, directory, count, k, chance)
             if k:
                 same = all(abs(known[i] - shown[i]) <= 1e-4 * abs(known[i]) for i in shown if i in known)
                 table.append(
                     {
                         "killed after step": last,
+                        "in a save": cut_off,
                         "went on at": at or 0,
                         "lost": last + 1 - (at or 0),
-                        "same losses": same,
-                        "resumed": first is not None and first == (at or 0),
+                        "resumed": same and min(shown, default=None) == (at or 0),
                     }
                 )
                 print(count, table[-1], flush=True)
             known |= shown
-            last = max(shown, default=last)
+            last, cut_off = max(shown, default=last), writing
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     return table
+
+
+def row_of(name, count, table):
+    from recorded import stamp
+
+    run, lost = RUNS[name], [kill["lost"] for kill in table]
+    return {
+        "run": name,
+        "processes": count,
+        **run._asdict(),
+        "kills": len(table),
+        "in a save": sum(kill["in a save"] for kill in table),
+        "resumed": sum(kill["resumed"] for kill in table),
+        "lost, average": sum(lost) / len(lost),
+        "lost, at most": max(lost),
+        "bound": run.bound,
+        **stamp("faults"),
+    }
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--runs", nargs="+", default=list(RUNS), choices=list(RUNS))
+    parser.add_argument("--keep", action="store_true")
     options = parser.parse_args()
-    tables = {count: rounds(count, options.kills) for count in options.processes}
-    for count, table in tables.items():
-        resumed = sum(row["resumed"] and row["same losses"] for row in table)
-        lost = [row["lost"] for row in table]
-        print(f"{count} processes: {resumed} of {len(table)} resumed")
-        print(f"  steps lost: at most {max(lost)}, {sum(lost) / len(lost):.1f} on average; saved every {SAVE_EVERY}")
-    if options.json:
-        options.json.write_text(json.dumps({str(count): table for count, table in tables.items()}, indent=1))
+    from recorded import keep, read
+
+    missed = False
+    for name in options.runs:
+        for count in options.processes:
+            row = row_of(name, count, rounds(RUNS[name], count, options.kills))
+            print(f"{name}, {count} processes: {row['resumed']} of {row['kills']} resumed; steps lost:")
+            print(f"  {row['lost, average']:.1f} on average, {row['lost, at most']} at most, of {row['bound']} allowed")
+            missed |= row["resumed"] < row["kills"] or row["lost, at most"] > row["bound"]
+            if options.keep:
+                before = [r for r in read("faults") if (r["run"], r["processes"]) != (name, count)]
+                keep("faults", [*before, row])
+    return missed
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["slowly"]:
+        slowly(float(sys.argv[2]), sys.argv[3:])
+    else:
+        sys.exit(main())

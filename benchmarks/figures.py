@@ -26,7 +26,7 @@ from recorded import RESULTS, ROOT, Row, read
 SOURCES = {
     "README.md": ("latest",),
     "docs/benchmarks.md": ("gpu_replica", "gpu_muon", "notes"),
-    "docs/checkpoints.md": ("checkpoints", "notes"),
+    "docs/checkpoints.md": ("checkpoints", "faults", "notes"),
     "docs/communication.md": ("gpu_replica", "tpu_aot", "notes"),
     "docs/how-it-decides.md": ("notes",),
     "docs/tpu.md": ("tpu_aot", "tpu_paper", "notes"),
@@ -96,6 +96,9 @@ def values(name: str, rows: Iterable[Row]) -> Iterator[tuple[str, float]]:
     if name == "notes":
         for row in rows:
             yield from ((UNITS.get(unit, unit), value * SCALE.get(unit, 1)) for value, unit in row["figures"])
+        return
+    if name == "faults":
+        yield from (("steps", row["lost, average"]) for row in rows)
         return
     if name == "checkpoints":
         for what in {key for row in rows for key, value in row.items() if isinstance(value, float)}:

@@ -70,11 +70,13 @@ def digest(name: str, root: Path = ROOT) -> str:
 
 def measured_code(name: str, root: Path = ROOT) -> list[Path]:
     """The files whose change makes the rows of the file `name` old: what they measure, and what measures them."""
-    patterns = [f"src/shardstep/_src/{part}/**/*.py" for part in LIBRARY] if name in OF_THE_LIBRARY else []
+    parts = (*LIBRARY, *BESIDES.get(name, ()))
+    patterns = [f"src/shardstep/_src/{part}/**/*.py" for part in parts] if name in OF_THE_LIBRARY else []
     patterns += [f"benchmarks/{script}.py" for script in SCRIPTS[name]]
     return sorted({path for pattern in patterns for path in root.glob(pattern)})
 
 
+BESIDES = {"checkpoints": ("checkpoint",), "faults": ("checkpoint",)}
 LIBRARY = ("core", "machine", "rules", "capture", "planning", "runtime")  # the rest shows, or is not part of a step
 SUITE = ("cell", "variants", "workloads", "optimization")
 SCRIPTS = {
@@ -83,6 +85,7 @@ SCRIPTS = {
     "planning": ("scaling",),
     "growth": ("growth",),
     "checkpoints": ("checkpoints",),
+    "faults": ("faults",),
     "torch": ("against_torch", "jax_worker", "torch_worker", "turns"),
     "wire": ("against_torch", "jax_worker", "turns"),
     "tpu_aot": ("tpu_aot",),

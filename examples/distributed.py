@@ -31,7 +31,13 @@ def main() -> None:
     step = shardstep.shard(train_step)  # over the devices of all processes
     batch = jax.eval_shape(lambda: whole_batch(0))
     with shardstep.training(
-        options.checkpoints, step, create_state, batch, save_every=options.save_every, show_every=options.show_every
+        options.checkpoints,
+        step,
+        create_state,
+        batch,
+        save_every=options.save_every,
+        background=not options.wait_for_saves,
+        show_every=options.show_every,
     ) as run:
         for i in run.steps(options.steps):
             run.state, loss = step(run.state, step.global_batch(own_part(i)))
@@ -98,6 +104,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--checkpoints", default="/tmp/shardstep-example", help="a directory that all processes see")
     parser.add_argument("--save-every", type=int, default=5)
+    parser.add_argument("--wait-for-saves", action="store_true", help="do not train while a checkpoint is written")
     parser.add_argument("--show-every", type=float, default=0, help="seconds between two lines of progress")
     parser.add_argument("--heartbeat", type=int, default=100, help="seconds until a silent process counts as dead")
     parser.add_argument("--devices", type=int, help="simulated CPU devices in each process")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from steps import mesh_of
 
 import shardstep
 from shardstep import ShardstepError
+from shardstep._src.checkpoint import saving, staging
 from shardstep._src.tools import training as module
 
 
@@ -62,7 +64,7 @@ def test_a_run_goes_on_where_it_stopped(tmp_path, capfd):
     assert int(run.state["n"]) == 10
     shown = capfd.readouterr().out
     assert "preempted at step 7: saved" in shown and "resumed at step 7" in shown
-    assert f"step 9 loss {float(loss):.6f}" in shown and "steps/s" in shown and "saved step 8" in shown
+    assert f"step 9 loss {float(loss):.6f}" in shown and "steps/s" in shown and "step 8 (" in shown
 
 
 def test_an_error_in_the_loop_keeps_what_was_saved(tmp_path):
@@ -73,6 +75,50 @@ def test_an_error_in_the_loop_keeps_what_was_saved(tmp_path):
             if i == 4:
                 raise ZeroDivisionError
     assert shardstep.latest_step(tmp_path) == 4
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Holds back what is written, before it gets its name, until it is set."""
+    opened = threading.Event()
+    named = staging.OnDisk.commit
+    monkeypatch.setattr(staging.OnDisk, "commit", lambda self: (opened.wait(60), named(self))[1])
+    return opened
+
+
+def behind(path, background):
+    """How many steps a kill would cost, asked after each of 12."""
+    step, run = started(path, save_every=3, background=background)
+    with run:
+        for i in run.steps(12):
+            run.state, _ = step(run.state, batch(i))
+            yield i + 1 - (shardstep.latest_step(path) or 0)
+
+
+def test_in_the_background_no_kill_costs_more_than_twice_save_every(tmp_path, gate):
+    """Checkpoints that take for ever: the loop goes on up to the next save, and waits there for the one before."""
+    lost = behind(tmp_path, True)
+    assert [next(lost) for _ in range(6)] == [1, 2, 3, 4, 5, 6]
+    threading.Timer(0.2, gate.set).start()
+    assert 1 <= next(lost) <= 4  # step 3 is there, and step 6 perhaps
+    assert max(lost) <= 6
+
+
+def test_where_saves_are_waited_for_no_kill_costs_more_than_save_every(tmp_path):
+    assert list(behind(tmp_path, False)) == [1, 2, 3] * 4
+
+
+def test_a_save_is_called_saved_when_it_is_whole(tmp_path, gate, capfd):
+    step, run = started(tmp_path, save_every=2, show_every=0)
+    with run:
+        for i in run.steps(6):
+            run.state, loss = step(run.state, batch(i))
+            if i == 3:
+                gate.set()
+                saving.finish()
+            run.log(loss=loss)
+    shown = capfd.readouterr().out.splitlines()
+    assert "saving step 2 (" in shown[2] and "saved step 2 (" in shown[3]
 
 
 def test_minutes_become_steps(monkeypatch):

@@ -41,12 +41,14 @@ class Saving:
         self.directory = job.writing.target.directory
         self._job = job
         self._error: BaseException | None = None
+        self.whole = False  # is it in its place?
         self._thread = threading.Thread(target=self._finish, name="shardstep-save", daemon=False)
         self._thread.start()
 
     def _finish(self) -> None:
         try:
             self._job.finish()
+            self.whole = True
         except BaseException as error:
             self._error = error
 

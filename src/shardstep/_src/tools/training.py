@@ -20,7 +20,7 @@ from ..api import ShardedStep
 from ..checkpoint import directories
 from ..checkpoint.restoring import latest_step, restore_newest
 from ..checkpoint.retention import Retention
-from ..checkpoint.saving import finish, save
+from ..checkpoint.saving import Saving, finish, save
 from ..core.errors import ShardstepError
 from ..planning.formatting import size
 from ..runtime import processes
@@ -38,6 +38,7 @@ def training(
     save_minutes: float | None = None,
     keep: int | None = None,
     keep_every: int | None = None,
+    background: bool = True,
     show_every: float = 10.0,
 ) -> Training:
     """A training run that goes on where it was interrupted.
@@ -52,10 +53,14 @@ def training(
         step: a sharded step.
         create_state: makes the initial state; it is created in its layout.
         batch: an example of a batch, or its shapes.
-        save_every: save after every so many steps, in the background.
+        save_every: save after every so many steps.
         save_minutes: save after about so many minutes.
         keep: as for `shardstep.save`.
         keep_every: as for `shardstep.save`.
+        background: go on while a checkpoint is written. A run that is killed then goes back to the one before: it loses
+            at most `save_every` steps and those made while one checkpoint was written, and never more than twice
+            `save_every`, as the next save waits for this one. With False every save is waited for, and no kill costs
+            more than `save_every` steps.
         show_every: seconds between two lines of progress; a terminal shows a bar instead.
 
     SIGTERM ends the loop after a step that all processes agree on, with a checkpoint of it; `run.preempted` is then
@@ -73,7 +78,7 @@ def training(
         raise ShardstepError(f"{path} is one checkpoint, without a number: training numbers its own, use another path")
     at, state = restore_newest(path, plan) if found else (0, plan.init(create_state))
     run = Training(path, at or 0, state, _Schedule(save_every, save_minutes), _Show(show_every))
-    run.retention = Retention(keep, keep_every)
+    run.retention, run.background = Retention(keep, keep_every), background
     if found:
         run.show.say(f"resumed at step {at}")
     return run
@@ -87,6 +92,7 @@ class Training:
         self.step = at  # how many steps are done
         self.preempted = False
         self.retention = Retention()
+        self.background = True
         self.show = show
         self._path = path
         self._schedule = schedule
@@ -111,7 +117,7 @@ class Training:
             self.step += 1
             self.preempted = self._stop.agreed(self.step)
             if self.preempted or self.step == total or self._schedule.is_due(self.step):
-                self._save(wait=self.preempted)
+                self._save(wait=self.preempted or not self.background)
             if self.preempted:
                 self.show.say(f"preempted at step {self.step}: saved")
                 return
@@ -124,7 +130,7 @@ class Training:
         if self.step == self._saved:
             return
         kept = self.retention
-        save(
+        saving = save(
             self._path,
             self.state,
             step=self.step,
@@ -136,7 +142,7 @@ class Training:
         self._saved = self.step
         self._schedule.saved(self.step)
         nbytes = sum(getattr(x, "nbytes", 0) for x in jax.tree.leaves(self.state))
-        self.show.saved = f"saved step {self.step} ({size(nbytes)})"
+        self.show.saving = (saving, f"step {self.step} ({size(nbytes)})")
 
 
 class _Schedule:
@@ -210,7 +216,7 @@ class _Show:
     """Progress, of the first process: a bar on a terminal, lines elsewhere."""
 
     def __init__(self, every: float):
-        self.saved = ""
+        self.saving: tuple[Saving, str] | None = None
         self._every = every
         self._console = Console(stderr=True)
         self._bar: Progress | None = None
@@ -232,7 +238,8 @@ class _Show:
         numbers = [f"{name} {float(value):.6f}" for name, value in metrics.items()]
         speed = [f"{(step - before) / max(now - when, 1e-9):.2f} steps/s"] if step > before else []
         self._last = (step, now)
-        words = "  ".join([*numbers, *speed, *filter(None, [self.saved])])
+        saves = [f"{'saved' if self.saving[0].whole else 'saving'} {self.saving[1]}"] if self.saving else []
+        words = "  ".join([*numbers, *speed, *saves])
         if self._bar:
             self._bar.update(self._bar.task_ids[0], completed=step, description=words)
         else:
