@@ -72,13 +72,15 @@ def slowly(seconds, arguments):
     distributed.main()
 
 
-def is_writing(directory):
-    return any((directory / "run").glob("*.shardstep-*"))
+def unfinished(directory):
+    """What is being written, or was when somebody died."""
+    return set((directory / "run").glob("*.shardstep-*"))
 
 
 def one_round(run, directory, count, k, chance):
     """Run, kill; what was shown up to then, from where the run went on, and whether a save was cut off."""
     quickly = {"JAX_COMPILATION_CACHE_DIR": str(directory / "compiled"), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    before = unfinished(directory)
     with started(commands(run, directory, count), directory / f"logs-{count}-{k}", [quickly] * count) as processes:
         start = time.monotonic()
         while not STEP.search(processes.output()):
@@ -90,7 +92,7 @@ def one_round(run, directory, count, k, chance):
         time.sleep(chance.uniform(0.0, run.until_kill))
         if k % 2:
             until = time.monotonic() + PATIENCE
-            while not is_writing(directory) and time.monotonic() < until:
+            while not unfinished(directory) - before and time.monotonic() < until:
                 time.sleep(0.002)
             time.sleep(chance.uniform(0.0, NEAR))
         victim = chance.randrange(count)
@@ -100,7 +102,7 @@ def one_round(run, directory, count, k, chance):
             other.wait()
         text = processes.output()
     resumed = re.search(r"resumed at step (\d+)", text)
-    return losses(text), int(resumed[1]) if resumed else None, is_writing(directory)
+    return losses(text), int(resumed[1]) if resumed else None, bool(unfinished(directory) - before)
 
 
 def rounds(run, count, kills, seed=0):
