@@ -28,7 +28,7 @@ SOURCES = {
     "docs/benchmarks.md": ("gpu_replica", "gpu_muon", "notes"),
     "docs/checkpoints.md": ("checkpoints", "faults", "notes"),
     "docs/communication.md": ("gpu_replica", "tpu_aot", "notes"),
-    "docs/how-it-decides.md": ("notes",),
+    "docs/how-it-decides.md": ("gpu_replica", "notes"),
     "docs/tpu.md": ("tpu_aot", "tpu_paper", "notes"),
 }
 

@@ -13,8 +13,12 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Compiling a program well takes longer than running it badly.
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_use_fusion_emitters=false"
+
+import jaxlib.version
+
+# Compiling a program well takes longer than running it badly. (Newer XLA no longer knows the flag, and dies of it.)
+if jaxlib.version.__version_info__ < (0, 11):
+    os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")
 
 import argparse
 import collections
