@@ -1,13 +1,14 @@
 """What a checkpoint costs beside plain Orbax: the same state, saved and restored both ways in turns, medians.
 
 python benchmarks/checkpoints.py [--megabytes 600] [--rounds 3]
-python benchmarks/checkpoints.py --beside-training [--examples 4096]: what one save in 20 steps costs those steps
+python benchmarks/checkpoints.py --beside-training [--examples 512]: what one save in 20 steps costs those steps
+
+With `--keep` the rows go to benchmarks/results/checkpoints.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import statistics
 import tempfile
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-from recorded import stamp
+from recorded import keep, read, stamp
 
 import shardstep
 
@@ -86,16 +87,25 @@ def beside_training(step, state, x, rounds):
                 shardstep.finish()
     finally:
         shutil.rmtree(directory)
-    return {what: statistics.median(taken) for what, taken in seconds.items()}
+    return seconds
+
+
+def in_turns(rounds, state, plans):
+    for _ in range(rounds):
+        directory = Path(tempfile.mkdtemp(prefix="shardstep-bench-"))
+        try:
+            yield round_of(state, plans, directory)
+        finally:
+            shutil.rmtree(directory)
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--megabytes", type=int, default=600)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--beside-training", action="store_true")
-    parser.add_argument("--examples", type=int, default=4096)
+    parser.add_argument("--examples", type=int, default=512)
+    parser.add_argument("--keep", action="store_true")
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 8)
     state, x = create(options.megabytes)
@@ -104,26 +114,22 @@ def main():
     state, _ = steps[8].place(state, x)
     nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     if options.beside_training:
-        x = jnp.ones((options.examples, x.shape[1]))
-        medians = beside_training(steps[8], state, x, options.rounds)
-        plain, beside = medians.values()
-        print(f"{nbytes / 2**20:.0f} MiB, JAX {jax.__version__}, medians of {options.rounds}")
-        print(f"  20 steps {plain:.2f} s, beside one save {beside:.2f} s: {100 * (beside / plain - 1):+.1f} %")
-        return
-    rounds = []
-    for _ in range(options.rounds):
-        directory = Path(tempfile.mkdtemp(prefix="shardstep-bench-"))
-        try:
-            rounds.append(round_of(state, plans, directory))
-        finally:
-            shutil.rmtree(directory)
-    medians = {what: statistics.median(r[what] for r in rounds) for what in rounds[0]}
+        what = "beside training"
+        taken = beside_training(steps[8], state, jnp.ones((options.examples, x.shape[1])), options.rounds)
+        seconds = {name: statistics.median(each) for name, each in taken.items()}
+        plain, beside = seconds.values()
+        found = [{"rounds": options.rounds, "examples": options.examples, "ratio": beside / plain, **seconds}]
+    else:
+        what = "beside plain Orbax"
+        found = list(in_turns(options.rounds, state, plans))
+        seconds = {name: statistics.median(r[name] for r in found) for name in found[0]}
     print(f"{nbytes / 2**20:.0f} MiB, 8 simulated devices, JAX {jax.__version__}, medians of {options.rounds}")
-    for what, seconds in medians.items():
-        print(f"  {what:30s} {seconds:6.2f} s")
-    if options.json:
-        about = {"bytes": nbytes, **stamp("checkpoints")}
-        options.json.write_text(json.dumps([{**about, **seconds} for seconds in rounds], indent=1) + "\n")
+    for name, each in seconds.items():
+        print(f"  {name:30s} {each:6.2f} s")
+    if options.keep:
+        about = {"what": what, "bytes": nbytes, **stamp("checkpoints")}
+        before = [r for r in read("checkpoints") if r.get("what") != what]
+        keep("checkpoints", [*before, *({**about, **row} for row in found)])
 
 
 if __name__ == "__main__":
