@@ -57,23 +57,6 @@ def test_outputs_per_example_keep_all_their_rows(name, examples):
     assert_as_jit(per_example, normal(8, 16), normal(examples, 8), mesh=mesh, group=group, batch_argnums=1)
 
 
-@pytest.mark.parametrize("name", MESHES)
-def test_what_an_outer_axis_has_cut_is_not_padded_again(name):
-    """Weights of uneven sizes that lie on the inner axis meet a single example on the outer one."""
-
-    def step(state, x):
-        def loss(state):
-            return sum(jnp.mean(jnp.tanh(x[:, None] * w) ** 2) + jnp.mean(jnp.sin(x[:1] * w)) for w in state)
-
-        gradients = jax.grad(loss)(state)
-        return [w - 0.1 * g for w, g in zip(state, gradients, strict=True)]
-
-    mesh, group = MESHES[name]
-    state = [normal(n, seed=n) for n in (3, 5, 7, 9)]
-    how = dict(mesh=mesh, group=group, batch_argnums=1, weights="sharded")
-    assert_as_jit(step, state, normal(1), **how)
-
-
 def test_an_output_of_another_shape_than_the_steps_is_never_returned(monkeypatch):
     def axis_by_axis(shape, layout, axes):
         return tuple(p if forward._rests(p) else REPLICATED for p in layout)

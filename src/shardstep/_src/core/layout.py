@@ -198,12 +198,10 @@ def block_shape(shape: tuple[int, ...], layout: Layout, axes: tuple[Axis, ...]) 
 
 def fits(shape: tuple[int, ...], layout: Layout, axes: tuple[Axis, ...]) -> bool:
     """Do all axes together cut this shape into equal blocks?"""
-    dims = set()
     for placement, axis in zip(layout, axes, strict=True):
         if isinstance(placement, Split):
-            if not divides(shape, placement, axis.size) or (placement.extent and placement.dim in dims):
+            if not divides(shape, placement, axis.size):
                 return False
-            dims.add(placement.dim)
             shape = local_shape(shape, placement, axis.size)
     return True
 

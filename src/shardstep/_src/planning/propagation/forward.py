@@ -44,7 +44,7 @@ from .boundary import Boundary
 from .meetings import Meetings
 from .memo import Conversion, Memo, MemoKey, Outcome, Preferences
 from .preferences import due_at_the_end, no_preferences, preferences_of
-from .rule_queries import combinations, localise, nests, repeated, valid_decisions, within, work
+from .rule_queries import combinations, localise, nests, repeated, valid_decisions, work
 from .values import Values
 
 _DRAW = compat.primitive("random_bits")
@@ -233,8 +233,6 @@ class Forward(Values):
         """The best decision for the axis after those that decided already."""
         k = len(outer)
         options = [self.options(a, k) for a in equation.inputs]
-        if outer:
-            options = [[within(p, [d.operands[i] for d in outer]) for p in o] for i, o in enumerate(options)]
         held = [self.usable(a, k) for a in equation.inputs]
         worth = self.memo.worth if inside.is_product_of_state(site, held) else None
         if worth is not None:

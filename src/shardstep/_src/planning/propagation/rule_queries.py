@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 
 from ...core.layout import REPLICATED, VARYING, Array, Partial, Placement, Split, cut, divides, is_padded, local_shape
 from ...core.pieces import STACKED
@@ -64,21 +63,12 @@ def nests(outer: Sequence[Decision], inner: Decision) -> bool:
 
     Where an outer axis pads a dimension, the padding is at the end of the last block, and a replica finds it by its
     block's first index. A split with an `outer` factor takes rows from all over a block: its first index says nothing.
-    And what an outer axis has cut is not padded again: an inner axis divides the block that it sees.
     """
     return not any(
-        isinstance(p, Split) and isinstance(q, Split) and q.dim == p.dim and (p.extent or (p.outer > 1 and q.extent))
+        isinstance(p, Split) and p.outer > 1 and isinstance(q, Split) and q.extent and q.dim == p.dim
         for decision in outer
         for p, q in zip(inner.operands + inner.results, decision.operands + decision.results, strict=True)
     )
-
-
-def within(placement: Placement, outer: Sequence[Placement]) -> Placement:
-    """The placement as it divides what outer axes leave: a dimension that they cut is padded by the outermost."""
-    cut_already = {p.dim for p in outer if isinstance(p, Split)}
-    if isinstance(placement, Split) and placement.extent and placement.dim in cut_already:
-        return replace(placement, extent=0)
-    return placement
 
 
 def combinations(options: list[list[Placement]]) -> Iterator[tuple[Placement, ...]]:
