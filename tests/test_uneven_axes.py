@@ -11,9 +11,9 @@ from jax.sharding import Mesh
 import shardstep
 from shardstep import Options, ShardstepError
 from shardstep._src.core.backend import Backend
-from shardstep._src.core.layout import REPLICATED, Axis
+from shardstep._src.core.layout import REPLICATED, Axis, Split
 from shardstep._src.planning import placement
-from shardstep._src.planning.propagation import forward
+from shardstep._src.planning.propagation import forward, loops
 
 DEVICES = np.asarray(jax.devices()[:8])
 EVERYTHING = Options(min_shard_bytes=0)
@@ -90,3 +90,20 @@ def test_rows_of_a_table_whose_columns_are_examples(name, examples):
     table = jnp.arange(8 * examples).reshape(8, examples) % 8
     how = {"batch_argnums": (1, 2), "batch_axis": (0, 1)}
     assert_as_jit(step, normal(8, 8), normal(examples, 8, seed=1), table, mesh=mesh, group=group, **how)
+
+
+def test_a_block_that_is_padded_is_not_padded_again():
+    """An example that is padded along the outer axis meets a weight that rests padded along the inner one."""
+
+    def step(w, x):
+        return w - 0.1 * jax.grad(lambda w: jnp.mean(jnp.tanh(x * w) ** 2))(w), {}
+
+    assert_as_jit(step, normal(3), jnp.ones(1), group=2, weights="sharded", batch_argnums=1)
+
+
+def test_layouts_of_branches_that_do_not_nest_are_not_joined():
+    axes = (Axis(("x",), 4), Axis(("y",), 2))
+    outer, inner = Split(0, extent=4), Split(0, extent=4)
+    assert loops._fitting((outer, inner), (3,), axes) == (outer, REPLICATED)
+    assert loops._fitting((Split(0), Split(0)), (4,), axes) == (Split(0), REPLICATED)
+    assert loops._fitting((Split(0), Split(0)), (8,), axes) == (Split(0), Split(0))

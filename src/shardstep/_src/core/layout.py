@@ -189,8 +189,20 @@ def padded_shape(shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
     return shape
 
 
+def nested(layout: Layout) -> bool:
+    """Is a dimension that several axes split padded by the outermost of them alone?"""
+    split: set[int] = set()
+    for placement in layout:
+        if isinstance(placement, Split):
+            if placement.extent and placement.dim in split:
+                return False
+            split.add(placement.dim)
+    return True
+
+
 def block_shape(shape: tuple[int, ...], layout: Layout, axes: tuple[Axis, ...]) -> tuple[int, ...]:
     """The shape of one replica's block under a whole layout."""
+    assert nested(layout), f"{show(layout)} pads a block of a dimension that is split already"
     for placement, axis in zip(layout, axes, strict=True):
         shape = local_shape(shape, placement, axis.size)
     return shape
@@ -198,6 +210,8 @@ def block_shape(shape: tuple[int, ...], layout: Layout, axes: tuple[Axis, ...]) 
 
 def fits(shape: tuple[int, ...], layout: Layout, axes: tuple[Axis, ...]) -> bool:
     """Do all axes together cut this shape into equal blocks?"""
+    if not nested(layout):
+        return False
     for placement, axis in zip(layout, axes, strict=True):
         if isinstance(placement, Split):
             if not divides(shape, placement, axis.size):

@@ -44,7 +44,7 @@ from .boundary import Boundary
 from .meetings import Meetings
 from .memo import Conversion, Memo, MemoKey, Outcome, Preferences
 from .preferences import due_at_the_end, no_preferences, preferences_of
-from .rule_queries import combinations, localise, nests, repeated, valid_decisions, work
+from .rule_queries import after, combinations, localise, nests, repeated, valid_decisions, work
 from .values import Values
 
 _DRAW = compat.primitive("random_bits")
@@ -232,7 +232,10 @@ class Forward(Values):
     def choose(self, site: Site, equation: Equation, outer: Sequence[Decision]) -> Decision:
         """The best decision for the axis after those that decided already."""
         k = len(outer)
-        options = [self.options(a, k) for a in equation.inputs]
+        options = [
+            list(dict.fromkeys(after(outer, i, p, site) for p in self.options(a, k)))
+            for i, a in enumerate(equation.inputs)
+        ]
         held = [self.usable(a, k) for a in equation.inputs]
         worth = self.memo.worth if inside.is_product_of_state(site, held) else None
         if worth is not None:

@@ -181,8 +181,8 @@ def _decide_cond(walk: Walk, equation: Equation) -> Step:
     free: list[Layout | None] = [None] * len(equation.outputs)
     natural = [walk.body(b, Boundary.of_body(entering, free, wanted)).outputs for b in equation.bodies]
     results: list[Layout | None] = [
-        _meet(layouts, varies, preferences)
-        for layouts, preferences in zip(zip(*natural, strict=True), wanted, strict=True)
+        _fitting(_meet(layouts, varies, preferences), v.array.shape, walk.axes)
+        for layouts, preferences, v in zip(zip(*natural, strict=True), wanted, equation.outputs, strict=True)
     ]
     bodies = tuple(walk.body(b, Boundary.of_body(entering, results, wanted)) for b in equation.bodies)
     for body in bodies:
@@ -221,6 +221,14 @@ def _meet(layouts: Sequence[Layout], varies: bool, preferences: Sequence[Prefere
         else:
             result.append(REPLICATED)
     return tuple(result)
+
+
+def _fitting(layout: Layout, shape: tuple[int, ...], axes: tuple[Axis, ...]) -> Layout:
+    """The layout without the splits that do not nest: each branch may have cut along another axis."""
+    for k in reversed(range(len(layout))):
+        if not fits(shape, layout, axes) and isinstance(layout[k], Split):
+            layout = put(layout, k, REPLICATED)
+    return layout
 
 
 # -- values that enter ---------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from ...core.layout import REPLICATED, VARYING, Array, Partial, Placement, Split, cut, divides, is_padded, local_shape
 from ...core.pieces import STACKED
@@ -63,12 +64,23 @@ def nests(outer: Sequence[Decision], inner: Decision) -> bool:
 
     Where an outer axis pads a dimension, the padding is at the end of the last block, and a replica finds it by its
     block's first index. A split with an `outer` factor takes rows from all over a block: its first index says nothing.
+    Nor may a block be padded once more: its padding would lie between examples.
     """
     return not any(
-        isinstance(p, Split) and p.outer > 1 and isinstance(q, Split) and q.extent and q.dim == p.dim
+        isinstance(p, Split) and isinstance(q, Split) and q.dim == p.dim and (p.extent or (p.outer > 1 and q.extent))
         for decision in outer
         for p, q in zip(inner.operands + inner.results, decision.operands + decision.results, strict=True)
     )
+
+
+def after(outer: Sequence[Decision], i: int, placement: Placement, site: Site) -> Placement:
+    """Operand i as it is offered to an axis after these: their block is cut as it is, or not at all."""
+    if not isinstance(placement, Split) or not placement.extent:
+        return placement
+    if not any(isinstance(q := decision.operands[i], Split) and q.dim == placement.dim for decision in outer):
+        return placement
+    even = replace(placement, extent=0)
+    return even if divides(site.inputs[i].shape, even, site.n) else REPLICATED
 
 
 def combinations(options: list[list[Placement]]) -> Iterator[tuple[Placement, ...]]:
