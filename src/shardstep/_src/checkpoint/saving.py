@@ -90,7 +90,7 @@ class _Job:
     def start(self, tree: Any) -> None:
         """Copy the state to the host: returns when it may be donated."""
         self.nbytes = sum(x.nbytes for x in jax.tree.leaves(tree) if is_array(x))
-        args: Any = ocp.args.StandardSave(tree)
+        args: Any = ocp.args.PyTreeSave(tree)
         if self.writing.target.step is not None:
             args = ocp.args.Composite(**{ITEM: args})
         try:
@@ -189,11 +189,13 @@ def save(
 def _checkpointer(writing: Writing) -> ocp.AsyncCheckpointer:
     remote = directories.is_remote(writing.directory)
     mark = ocp.path.atomicity.CommitFileTemporaryPath if remote else None  # no renaming in a store
-    handler: Any = ocp.StandardCheckpointHandler()
+    # zstd takes 8 % off trained float32 weights, and four fifths of a save's CPU time, which steps would miss
+    handler: Any = ocp.PyTreeCheckpointHandler(use_compression=False)
     if writing.target.step is not None:
-        handler = ocp.CompositeCheckpointHandler(composite_options=ocp.CompositeOptions(temporary_path_class=mark))
-    options = ocp.options.AsyncOptions(timeout_secs=int(writing.request.timeout))
-    return ocp.AsyncCheckpointer(handler, async_options=options, temporary_path_class=mark)
+        options = ocp.CompositeOptions(temporary_path_class=mark)
+        handler = ocp.CompositeCheckpointHandler(composite_options=options, **{ITEM: handler})
+    patience = ocp.options.AsyncOptions(timeout_secs=int(writing.request.timeout))
+    return ocp.AsyncCheckpointer(handler, async_options=patience, temporary_path_class=mark)
 
 
 def checked_step(step: Any) -> int | None:
