@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import warnings
 
 import jax.numpy as jnp
 import numpy as np
@@ -152,6 +153,89 @@ def test_what_is_read_is_not_replaced_under_the_reader(tmp_path, plan):
     with locks.reading(tmp_path / "3"), refused:
         shardstep.save(tmp_path, small(2), step=3, overwrite=True, timeout=1)
     assert held(tmp_path, plan) == 1
+
+
+def test_a_reader_beside_a_writer_that_keeps_one(tmp_path, plan, monkeypatch):
+    """What was found is deleted before it is read: then there is a newer one, and that is read."""
+    shardstep.save(tmp_path, small(1), step=1)
+    look = directories.find
+
+    def look_and_be_slow(root):
+        found = look(root)
+        monkeypatch.setattr(directories, "find", look)
+        shardstep.save(tmp_path, small(2), step=2, keep=1)
+        return found
+
+    monkeypatch.setattr(directories, "find", look_and_be_slow)
+    with pytest.warns(UserWarning, match="skipping the checkpoint .*1: "):
+        assert held(tmp_path, plan) == 2
+    (tmp_path / "2" / "default" / "_METADATA").unlink()
+    for step in (None, 2):  # and it does not look for ever
+        with pytest.raises(ShardstepError, match=r"no whole checkpoint in|2 is broken"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            shardstep.restore(tmp_path, plan, step=step)
+
+
+def test_a_reader_beside_a_writer_that_replaces(tmp_path, plan, monkeypatch):
+    """The checkpoint has no name at the moment: it is found beside, and has its name again when it is read."""
+    shardstep.save(tmp_path, small(1), step=3)
+    beside = tmp_path / f"3{directories.STAGED}{directories.new_token()}"
+    beside.mkdir()
+    (tmp_path / "3").rename(beside / f"{directories.REPLACED}-1")
+    look = directories.find
+
+    def look_and_be_slow(root):
+        found = look(root)
+        if beside.exists():
+            (beside / f"{directories.REPLACED}-1").rename(tmp_path / "3")
+            beside.rmdir()
+        return found
+
+    monkeypatch.setattr(directories, "find", look_and_be_slow)
+    assert held(tmp_path, plan, step=3) == 1
+
+
+# -- interrupts and ends ----------------------------------------------------------------------------------------------
+
+
+def test_an_interrupt_while_a_save_is_waited_for(tmp_path, plan, monkeypatch):
+    """The save goes on, and what comes next still waits for it."""
+    opened, commit = threading.Event(), staging.OnDisk.commit
+    monkeypatch.setattr(staging.OnDisk, "commit", lambda self: (opened.wait(60), commit(self))[1])
+    saving = shardstep.save(tmp_path, small(1), step=1, wait=False)
+    join = saving._thread.join
+
+    def interrupt(*_):
+        monkeypatch.setattr(saving._thread, "join", join)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(saving._thread, "join", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        shardstep.finish()
+    opened.set()
+    shardstep.finish()
+    assert saving.whole and held(tmp_path, plan) == 1
+
+
+@pytest.mark.parametrize("end", ["", "raise ValueError"])
+def test_a_script_that_ends_while_it_saves(tmp_path, plan, end):
+    """Python 3.12 starts no threads then: what is lost is said."""
+    script = f"""
+import sys, time; sys.path.insert(0, {str(ROOT / "src")!r})
+import jax.numpy as jnp, shardstep
+from shardstep._src.checkpoint import manifest
+write = manifest.write
+manifest.write = lambda *a: (time.sleep(1), write(*a))
+shardstep.save({str(tmp_path)!r}, {{'w': jnp.full((16, 8), 2.0), 'n': jnp.asarray(2, jnp.int32)}}, step=3, wait=False)
+{end}
+"""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=180, env=environment)
+    assert ran.returncode == (1 if end else 0), ran.stderr[-2000:]
+    if sys.version_info < (3, 12):
+        assert held(tmp_path, plan) == 2
+    elif shardstep.latest_step(tmp_path) is None:
+        assert "3 was not written: " in ran.stderr and "Call shardstep.finish() before the script ends" in ran.stderr
 
 
 # -- clear errors -----------------------------------------------------------------------------------------------------

@@ -7,8 +7,10 @@ kept. Plain Orbax reads what is written here, and what plain Orbax wrote from an
 
 from __future__ import annotations
 
+import atexit
 import operator
 import os
+import sys
 import threading
 from typing import Any
 
@@ -224,7 +226,25 @@ def refuse_donated(state: Any) -> None:
 def finish() -> None:
     """Wait for the save that runs in the background, if one does."""
     while _running:
-        _running.pop().wait()
+        saving = _running[-1]
+        try:
+            saving.wait()
+        finally:
+            if saving.done and saving in _running:  # else the waiting was interrupted, and the save goes on
+                _running.remove(saving)
+
+
+def _finish_at_exit() -> None:
+    """A script that ends, or dies of an error, does not lose in silence what it has begun to save."""
+    try:
+        finish()
+    except Exception as error:
+        print(f"shardstep: {error}. Call shardstep.finish() before the script ends.", file=sys.stderr, flush=True)
+
+
+# `atexit` comes too late: by then no thread pool takes work any more. (From Python 3.12 on, none does from the moment
+# that the script has ended. There, what is left to start is lost, and this says so.)
+getattr(threading, "_register_atexit", atexit.register)(_finish_at_exit)
 
 
 def _to_file(state: Any) -> tuple[Any, dict[str, tuple[int, ...]]]:
