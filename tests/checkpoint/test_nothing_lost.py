@@ -10,6 +10,7 @@ import sys
 import threading
 import warnings
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
@@ -242,7 +243,7 @@ shardstep.save({str(tmp_path)!r}, {{'w': jnp.full((16, 8), 2.0), 'n': jnp.asarra
 
 
 def test_arguments_that_make_no_sense(tmp_path, plan):
-    for path in ("", "   "):
+    for path in ("", "   ", None, 3, b"run", "a\0b"):
         with pytest.raises(ShardstepError, match="needs the path of a directory"):
             shardstep.save(path, small(1))
         with pytest.raises(ShardstepError, match="needs the path of a directory"):
@@ -252,11 +253,29 @@ def test_arguments_that_make_no_sense(tmp_path, plan):
             shardstep.save(tmp_path, small(1), step=step)
     with pytest.raises(ShardstepError, match=r"pass step.plan\(state, batch\)"):
         shardstep.restore(tmp_path, None)
-    with pytest.raises(ShardstepError, match="use a number of seconds"):
-        shardstep.save(tmp_path, small(1), timeout=0)
+    for timeout in (0, float("inf"), float("nan"), "1"):
+        with pytest.raises(ShardstepError, match="use a number of seconds"):
+            shardstep.save(tmp_path, small(1), timeout=timeout)
+    for empty in (None, {}, "text", [jnp.tanh]):
+        with pytest.raises(ShardstepError, match="there is nothing to save"):
+            shardstep.save(tmp_path, empty)
+    with pytest.raises(ShardstepError, match=r"state\['n'\] is a shape, not an array"):
+        shardstep.save(tmp_path, jax.eval_shape(lambda: small(1)))
+    with pytest.raises(ShardstepError, match=r"state\['n'\] is being traced"):
+        jax.eval_shape(lambda s: shardstep.save(tmp_path, s), small(1))
     with pytest.raises(ShardstepError, match="gs:// or s3://"):
         shardstep.save("http://example.org/run", small(1))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "state",
+    [{"a.b": 1.0, "a": {"b": 2.0}}, {"a": [1.0, 2.0], "a.0": 3.0}, {"x": 1.0, "x/": 2.0}],
+)
+def test_leaves_that_would_have_one_name(tmp_path, state):
+    """Orbax writes one in place of the other, and says nothing."""
+    with pytest.raises(ShardstepError, match="would have the same name in the checkpoint, "):
+        shardstep.save(tmp_path, state)
 
 
 def test_a_donated_state(tmp_path, plan):

@@ -172,11 +172,12 @@ def save(
     In a run of many processes all of them call it, with the same arguments and a path that all of them see.
     """
     root, step = directories.root_of(path), checked_step(step)
-    if not timeout >= 1:
+    if not isinstance(timeout, int | float) or not 1 <= timeout < float("inf"):
         raise ShardstepError(f"save(timeout={timeout!r}): use a number of seconds, 1 or more")
     retention = Retention.of(keep, keep_every, step)
-    refuse_donated(state)
+    refuse_what_holds_nothing(state)
     tree, cropped = _to_file(state)
+    _refuse_names_that_meet(state, tree)
     finish()
     writing = staging.begin(Request(directories.at(root, step), overwrite, timeout))
     job = _Job(_checkpointer(writing), writing, cropped, retention)
@@ -213,14 +214,33 @@ def checked_step(step: Any) -> int | None:
     return number
 
 
-def refuse_donated(state: Any) -> None:
-    """What was given away cannot be written."""
+def refuse_what_holds_nothing(state: Any) -> None:
+    """What was given away cannot be written; what is not there yet cannot either."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise ShardstepError(f"state{keystr(path)} is a shape, not an array: pass the state itself")
+        if isinstance(leaf, jax.core.Tracer):
+            raise ShardstepError(f"state{keystr(path)} is being traced: call this outside of jit, with what it returns")
         if isinstance(leaf, jax.Array | Padded) and leaf.is_deleted():
             raise ShardstepError(
                 f"state{keystr(path)} was donated to a step and holds nothing any more: save what the step returned, or"
                 " keep the old state with shardstep.Options(donate=False)"
             )
+
+
+def _refuse_names_that_meet(state: Any, tree: Any) -> None:
+    """Orbax joins the keys of a leaf by dots: of two leaves with one name, it would write one in place of the other."""
+    seen: dict[str, str] = {}
+    for path, _ in jax.tree_util.tree_leaves_with_path(tree):
+        name = keystr(path, simple=True, separator=".").rstrip("/")
+        if name in seen:
+            raise ShardstepError(
+                f"state{seen[name]} and state{keystr(path)} would have the same name in the checkpoint, {name}: rename"
+                " one of their keys"
+            )
+        seen[name] = keystr(path)
+    if not seen and not any(is_array(leaf) for leaf in jax.tree.leaves(state)):
+        raise ShardstepError("the state holds no array and no number: there is nothing to save")
 
 
 def finish() -> None:
