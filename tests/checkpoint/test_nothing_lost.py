@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import os
@@ -20,7 +21,7 @@ from steps import adam_state, adam_step, batch, mesh_of
 
 import shardstep
 from shardstep import ShardstepError
-from shardstep._src.checkpoint import directories, locks, manifest, staging
+from shardstep._src.checkpoint import directories, event_loops, locks, manifest, staging
 
 
 def small(value):
@@ -347,6 +348,18 @@ gc.collect()
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=180, env=environment)
     assert ran.returncode == 0 and ran.stdout.count("refused") == 3, ran.stderr[-2000:]
     assert "Event loop is closed" not in ran.stderr and "never retrieved" not in ran.stderr, ran.stderr[-3000:]
+
+
+def test_a_loop_that_is_closed_drops_what_comes_later():
+    """TensorStore calls from threads of its own. A closed loop raised there, and what came of it was printed."""
+    with event_loops.patient():
+        loop = asyncio.new_event_loop()
+    loop.close()
+    assert loop.call_soon_threadsafe(print) is None
+    plain = asyncio.new_event_loop()
+    plain.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        plain.call_soon_threadsafe(print)
 
 
 def test_json_that_is_nested_too_deeply(tmp_path, plan):

@@ -132,7 +132,8 @@ def _try_locked(candidate: Stored, expected: Expected) -> tuple[str, Any]:
             return problem, None
     tree = candidate.tree
     assert tree is not None
-    problem, metadata = _caught(lambda: ocp.PyTreeCheckpointHandler().metadata(tree).tree)
+    with patient():
+        problem, metadata = _caught(lambda: ocp.PyTreeCheckpointHandler().metadata(tree).tree)
     if problem:
         return problem, None
     match = expected.match(metadata, str(candidate.directory))
