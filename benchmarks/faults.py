@@ -105,48 +105,58 @@ def one_round(run, directory, count, k, chance):
     return losses(text), int(resumed[1]) if resumed else None, bool(unfinished(directory) - before)
 
 
-def rounds(run, count, kills, seed=0):
-    chance = random.Random(seed + count)
+def rounds(run, count, kills, done):
+    """One kill after the other, the first of which comes after `done` others: what each cost."""
+    chance = random.Random(100 * done + count)
     directory = Path(tempfile.mkdtemp(prefix="shardstep-faults-"))
-    table, last, known, cut_off = [], -1, {}, False
+    last, known, cut_off = -1, {}, False
     try:
         for k in range(kills + 1):
             shown, at, writing = one_round(run, directory, count, k, chance)
             if k:
                 same = all(abs(known[i] - shown[i]) <= 1e-4 * abs(known[i]) for i in shown if i in known)
-                table.append(
-                    {
-                        "killed after step": last,
-                        "in a save": cut_off,
-                        "went on at": at or 0,
-                        "lost": last + 1 - (at or 0),
-                        "resumed": same and min(shown, default=None) == (at or 0),
-                    }
-                )
-                print(count, table[-1], flush=True)
+                yield {
+                    "killed after step": last,
+                    "in a save": cut_off,
+                    "went on at": at or 0,
+                    "lost": last + 1 - (at or 0),
+                    "resumed": same and min(shown, default=None) == (at or 0),
+                }
             known |= shown
             last, cut_off = max(shown, default=last), writing
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-    return table
 
 
-def row_of(name, count, table):
-    from recorded import stamp
-
-    run, lost = RUNS[name], [kill["lost"] for kill in table]
+def with_one_more(row, kill):
+    lost = [*row["lost"], kill["lost"]]
     return {
-        "run": name,
-        "processes": count,
-        **run._asdict(),
-        "kills": len(table),
-        "in a save": sum(kill["in a save"] for kill in table),
-        "resumed": sum(kill["resumed"] for kill in table),
+        **row,
+        "kills": len(lost),
+        "in a save": row["in a save"] + kill["in a save"],
+        "resumed": row["resumed"] + kill["resumed"],
+        "lost": lost,
         "lost, average": sum(lost) / len(lost),
         "lost, at most": max(lost),
-        "bound": run.bound,
-        **stamp("faults"),
     }
+
+
+def begun(name, count, mark):
+    """The row that is there of this very code, or one without kills."""
+    from recorded import read
+
+    for row in read("faults"):
+        if (row["run"], row["processes"], row["code"]) == (name, count, mark["code"]):
+            return row
+    run = {"run": name, "processes": count, **RUNS[name]._asdict(), "bound": RUNS[name].bound}
+    return {**run, "kills": 0, "in a save": 0, "resumed": 0, "lost": [], "lost, at most": 0, "lost, average": 0, **mark}
+
+
+def replace(row):
+    from recorded import keep, read
+
+    others = [r for r in read("faults") if (r["run"], r["processes"]) != (row["run"], row["processes"])]
+    keep("faults", [*others, row])
 
 
 def main():
@@ -156,18 +166,20 @@ def main():
     parser.add_argument("--runs", nargs="+", default=list(RUNS), choices=list(RUNS))
     parser.add_argument("--keep", action="store_true")
     options = parser.parse_args()
-    from recorded import keep, read
+    from recorded import stamp
 
-    missed = False
+    missed, mark = False, stamp("faults")
     for name in options.runs:
         for count in options.processes:
-            row = row_of(name, count, rounds(RUNS[name], count, options.kills))
+            row = begun(name, count, mark)
+            for kill in rounds(RUNS[name], count, options.kills - row["kills"], row["kills"]):
+                print(name, count, kill, flush=True)
+                row = with_one_more(row, kill)
+                if options.keep:
+                    replace(row)
             print(f"{name}, {count} processes: {row['resumed']} of {row['kills']} resumed; steps lost:")
             print(f"  {row['lost, average']:.1f} on average, {row['lost, at most']} at most, of {row['bound']} allowed")
             missed |= row["resumed"] < row["kills"] or row["lost, at most"] > row["bound"]
-            if options.keep:
-                before = [r for r in read("faults") if (r["run"], r["processes"]) != (name, count)]
-                keep("faults", [*before, row])
     return missed
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import os
 import subprocess
 import sys
 import threading
+import warnings
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
@@ -18,7 +21,7 @@ from steps import adam_state, adam_step, batch, mesh_of
 
 import shardstep
 from shardstep import ShardstepError
-from shardstep._src.checkpoint import directories, locks, manifest, staging
+from shardstep._src.checkpoint import directories, event_loops, locks, manifest, staging
 
 
 def small(value):
@@ -154,11 +157,94 @@ def test_what_is_read_is_not_replaced_under_the_reader(tmp_path, plan):
     assert held(tmp_path, plan) == 1
 
 
+def test_a_reader_beside_a_writer_that_keeps_one(tmp_path, plan, monkeypatch):
+    """What was found is deleted before it is read: then there is a newer one, and that is read."""
+    shardstep.save(tmp_path, small(1), step=1)
+    look = directories.find
+
+    def look_and_be_slow(root):
+        found = look(root)
+        monkeypatch.setattr(directories, "find", look)
+        shardstep.save(tmp_path, small(2), step=2, keep=1)
+        return found
+
+    monkeypatch.setattr(directories, "find", look_and_be_slow)
+    with pytest.warns(UserWarning, match="skipping the checkpoint .*1: "):
+        assert held(tmp_path, plan) == 2
+    (tmp_path / "2" / "default" / "_METADATA").unlink()
+    for step in (None, 2):  # and it does not look for ever
+        with pytest.raises(ShardstepError, match=r"no whole checkpoint in|2 is broken"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            shardstep.restore(tmp_path, plan, step=step)
+
+
+def test_a_reader_beside_a_writer_that_replaces(tmp_path, plan, monkeypatch):
+    """The checkpoint has no name at the moment: it is found beside, and has its name again when it is read."""
+    shardstep.save(tmp_path, small(1), step=3)
+    beside = tmp_path / f"3{directories.STAGED}{directories.new_token()}"
+    beside.mkdir()
+    (tmp_path / "3").rename(beside / f"{directories.REPLACED}-1")
+    look = directories.find
+
+    def look_and_be_slow(root):
+        found = look(root)
+        if beside.exists():
+            (beside / f"{directories.REPLACED}-1").rename(tmp_path / "3")
+            beside.rmdir()
+        return found
+
+    monkeypatch.setattr(directories, "find", look_and_be_slow)
+    assert held(tmp_path, plan, step=3) == 1
+
+
+# -- interrupts and ends ----------------------------------------------------------------------------------------------
+
+
+def test_an_interrupt_while_a_save_is_waited_for(tmp_path, plan, monkeypatch):
+    """The save goes on, and what comes next still waits for it."""
+    opened, commit = threading.Event(), staging.OnDisk.commit
+    monkeypatch.setattr(staging.OnDisk, "commit", lambda self: (opened.wait(60), commit(self))[1])
+    saving = shardstep.save(tmp_path, small(1), step=1, wait=False)
+    join = saving._thread.join
+
+    def interrupt(*_):
+        monkeypatch.setattr(saving._thread, "join", join)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(saving._thread, "join", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        shardstep.finish()
+    opened.set()
+    shardstep.finish()
+    assert saving.whole and held(tmp_path, plan) == 1
+
+
+@pytest.mark.parametrize("end", ["", "raise ValueError"])
+def test_a_script_that_ends_while_it_saves(tmp_path, plan, end):
+    """Python 3.12 starts no threads then: what is lost is said."""
+    script = f"""
+import sys, time; sys.path.insert(0, {str(ROOT / "src")!r})
+import jax.numpy as jnp, shardstep
+from shardstep._src.checkpoint import manifest
+write = manifest.write
+manifest.write = lambda *a: (time.sleep(1), write(*a))
+shardstep.save({str(tmp_path)!r}, {{'w': jnp.full((16, 8), 2.0), 'n': jnp.asarray(2, jnp.int32)}}, step=3, wait=False)
+{end}
+"""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=180, env=environment)
+    assert ran.returncode == (1 if end else 0), ran.stderr[-2000:]
+    if sys.version_info < (3, 12):
+        assert held(tmp_path, plan) == 2
+    elif shardstep.latest_step(tmp_path) is None:
+        assert "3 was not written: " in ran.stderr and "Call shardstep.finish() before the script ends" in ran.stderr
+
+
 # -- clear errors -----------------------------------------------------------------------------------------------------
 
 
 def test_arguments_that_make_no_sense(tmp_path, plan):
-    for path in ("", "   "):
+    for path in ("", "   ", None, 3, b"run", "a\0b"):
         with pytest.raises(ShardstepError, match="needs the path of a directory"):
             shardstep.save(path, small(1))
         with pytest.raises(ShardstepError, match="needs the path of a directory"):
@@ -168,11 +254,29 @@ def test_arguments_that_make_no_sense(tmp_path, plan):
             shardstep.save(tmp_path, small(1), step=step)
     with pytest.raises(ShardstepError, match=r"pass step.plan\(state, batch\)"):
         shardstep.restore(tmp_path, None)
-    with pytest.raises(ShardstepError, match="use a number of seconds"):
-        shardstep.save(tmp_path, small(1), timeout=0)
+    for timeout in (0, float("inf"), float("nan"), "1"):
+        with pytest.raises(ShardstepError, match="use a number of seconds"):
+            shardstep.save(tmp_path, small(1), timeout=timeout)
+    for empty in (None, {}, "text", [jnp.tanh]):
+        with pytest.raises(ShardstepError, match="there is nothing to save"):
+            shardstep.save(tmp_path, empty)
+    with pytest.raises(ShardstepError, match=r"state\['n'\] is a shape, not an array"):
+        shardstep.save(tmp_path, jax.eval_shape(lambda: small(1)))
+    with pytest.raises(ShardstepError, match=r"state\['n'\] is being traced"):
+        jax.eval_shape(lambda s: shardstep.save(tmp_path, s), small(1))
     with pytest.raises(ShardstepError, match="gs:// or s3://"):
         shardstep.save("http://example.org/run", small(1))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "state",
+    [{"a.b": 1.0, "a": {"b": 2.0}}, {"a": [1.0, 2.0], "a.0": 3.0}, {"x": 1.0, "x/": 2.0}],
+)
+def test_leaves_that_would_have_one_name(tmp_path, state):
+    """Orbax writes one in place of the other, and says nothing."""
+    with pytest.raises(ShardstepError, match="would have the same name in the checkpoint, "):
+        shardstep.save(tmp_path, state)
 
 
 def test_a_donated_state(tmp_path, plan):
@@ -244,6 +348,18 @@ gc.collect()
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=180, env=environment)
     assert ran.returncode == 0 and ran.stdout.count("refused") == 3, ran.stderr[-2000:]
     assert "Event loop is closed" not in ran.stderr and "never retrieved" not in ran.stderr, ran.stderr[-3000:]
+
+
+def test_a_loop_that_is_closed_drops_what_comes_later():
+    """TensorStore calls from threads of its own. A closed loop raised there, and what came of it was printed."""
+    with event_loops.patient():
+        loop = asyncio.new_event_loop()
+    loop.close()
+    assert loop.call_soon_threadsafe(print) is None
+    plain = asyncio.new_event_loop()
+    plain.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        plain.call_soon_threadsafe(print)
 
 
 def test_json_that_is_nested_too_deeply(tmp_path, plan):

@@ -97,8 +97,8 @@ class Stored:
 
 def root_of(path: str | os.PathLike[str]) -> epath.Path:
     """What the user calls the directory, as an absolute path or the address of an object store."""
-    text = os.fspath(path)
-    if not isinstance(text, str) or not text.strip():
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(text, str) or not text.strip() or "\0" in text:
         raise ShardstepError(f"a checkpoint needs the path of a directory, and {path!r} is none")
     if text.startswith(_SCHEMES):
         return epath.Path(text.rstrip("/"))

@@ -14,7 +14,7 @@ from ..planning.plan import Plan
 from ..runtime.placing import fitted
 from ..runtime.processes import lay_out
 from .matching import Wanted, expect
-from .saving import refuse_donated
+from .saving import refuse_what_holds_nothing
 
 
 def reshape(state: Any, plan: Plan) -> Any:
@@ -29,7 +29,7 @@ def reshape(state: Any, plan: Plan) -> Any:
     """
     if not isinstance(plan, Plan):
         raise ShardstepError(f"reshape lays a state out for a plan, and {type(plan).__name__} is none")
-    refuse_donated(state)
+    refuse_what_holds_nothing(state)
     expected = expect(plan)
     trees = dict(expected.arguments)
     wanted = next(iter(trees.values())) if len(trees) == 1 else trees if isinstance(state, dict) else (*trees.values(),)

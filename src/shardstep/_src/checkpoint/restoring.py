@@ -22,7 +22,7 @@ from .event_loops import patient
 from .matching import Expected, Match, expect
 from .saving import bytes_under, checked_step, finish
 
-_CANDIDATES = 100  # older ones are not tried
+_CANDIDATES = 100  # no more are tried
 
 
 def restore(path: str | os.PathLike[str], plan: Plan, *, step: int | None = None) -> Any:
@@ -59,17 +59,38 @@ def _restore(path: str | os.PathLike[str], plan: Plan, step: int | None) -> tupl
     if str(root).startswith("s3://"):
         object_stores.enable_s3()
     finish()
-    for candidate in _candidates(root, step):
+    tried: set[epath.Path] = set()
+    while candidate := _next(root, step, tried):
         problem, state = _try(candidate, expected)
         if not problem:
             return candidate.step, state
-        if step is not None:
+        tried.add(candidate.directory)
+        if step is not None and _next(root, step, tried) is None:
             raise ShardstepError(f"the checkpoint {candidate.directory} is broken: {problem}")
-        if processes.is_first():
-            warnings.warn(f"skipping the checkpoint {candidate.directory}: {problem}", stacklevel=2)
+        if step is None and processes.is_first():
+            warnings.warn(f"skipping the checkpoint {candidate.directory}: {problem}", stacklevel=3)
     raise ShardstepError(
         f"no whole checkpoint in {root}" if step is None else f"no checkpoint of step {step} in {root}"
     )
+
+
+def _next(root: epath.Path, step: int | None, tried: set[epath.Path]) -> Stored | None:
+    """The newest that was not tried; with a step, the one of that number that counts.
+
+    It is looked for again each time: a run that goes on replaces and deletes what was there.
+    """
+    if len(tried) >= _CANDIDATES:
+        return None
+
+    def look() -> str:
+        found = _find(root) if step is None else [s for s in _find(root) if s.step == step][:1]
+        left = (s for s in found if s.directory not in tried)
+        return next((f"{'' if s.step is None else s.step} {int(s.committed)} {s.directory}" for s in left), "")
+
+    if not (line := _listed(look)):
+        return None
+    number, committed, where = line.split(" ", 2)
+    return Stored(epath.Path(where), int(number) if number else None, committed == "1")
 
 
 def latest_step(path: str | os.PathLike[str]) -> int | None:
@@ -96,18 +117,6 @@ def _find(root: epath.Path) -> list[Stored]:
     return directories.find(root)
 
 
-def _candidates(root: epath.Path, step: int | None) -> list[Stored]:
-    """Newest first. With a step, the one of that number that counts."""
-
-    def look() -> str:
-        found = [s for s in _find(root) if step is None or s.step == step]
-        found = found[:1] if step is not None else found[:_CANDIDATES]
-        return "\n".join(f"{s.step if s.step is not None else ''} {int(s.committed)} {s.directory}" for s in found)
-
-    lines = [line.split(" ", 2) for line in _listed(look).splitlines()]
-    return [Stored(epath.Path(where), int(n) if n else None, committed == "1") for n, committed, where in lines]
-
-
 def _try(candidate: Stored, expected: Expected) -> tuple[str, Any]:
     """(what is wrong, the state). All processes reach the same conclusion."""
     local = None if directories.is_remote(candidate.directory) else Path(os.fspath(candidate.directory))
@@ -123,7 +132,8 @@ def _try_locked(candidate: Stored, expected: Expected) -> tuple[str, Any]:
             return problem, None
     tree = candidate.tree
     assert tree is not None
-    problem, metadata = _caught(lambda: ocp.PyTreeCheckpointHandler().metadata(tree).tree)
+    with patient():
+        problem, metadata = _caught(lambda: ocp.PyTreeCheckpointHandler().metadata(tree).tree)
     if problem:
         return problem, None
     match = expected.match(metadata, str(candidate.directory))

@@ -7,8 +7,10 @@ kept. Plain Orbax reads what is written here, and what plain Orbax wrote from an
 
 from __future__ import annotations
 
+import atexit
 import operator
 import os
+import sys
 import threading
 from typing import Any
 
@@ -90,7 +92,7 @@ class _Job:
     def start(self, tree: Any) -> None:
         """Copy the state to the host: returns when it may be donated."""
         self.nbytes = sum(x.nbytes for x in jax.tree.leaves(tree) if is_array(x))
-        args: Any = ocp.args.StandardSave(tree)
+        args: Any = ocp.args.PyTreeSave(tree)
         if self.writing.target.step is not None:
             args = ocp.args.Composite(**{ITEM: args})
         try:
@@ -170,11 +172,12 @@ def save(
     In a run of many processes all of them call it, with the same arguments and a path that all of them see.
     """
     root, step = directories.root_of(path), checked_step(step)
-    if not timeout >= 1:
+    if not isinstance(timeout, int | float) or not 1 <= timeout < float("inf"):
         raise ShardstepError(f"save(timeout={timeout!r}): use a number of seconds, 1 or more")
     retention = Retention.of(keep, keep_every, step)
-    refuse_donated(state)
+    refuse_what_holds_nothing(state)
     tree, cropped = _to_file(state)
+    _refuse_names_that_meet(state, tree)
     finish()
     writing = staging.begin(Request(directories.at(root, step), overwrite, timeout))
     job = _Job(_checkpointer(writing), writing, cropped, retention)
@@ -189,11 +192,13 @@ def save(
 def _checkpointer(writing: Writing) -> ocp.AsyncCheckpointer:
     remote = directories.is_remote(writing.directory)
     mark = ocp.path.atomicity.CommitFileTemporaryPath if remote else None  # no renaming in a store
-    handler: Any = ocp.StandardCheckpointHandler()
+    # zstd takes 8 % off trained float32 weights, and four fifths of a save's CPU time, which steps would miss
+    handler: Any = ocp.PyTreeCheckpointHandler(use_compression=False)
     if writing.target.step is not None:
-        handler = ocp.CompositeCheckpointHandler(composite_options=ocp.CompositeOptions(temporary_path_class=mark))
-    options = ocp.options.AsyncOptions(timeout_secs=int(writing.request.timeout))
-    return ocp.AsyncCheckpointer(handler, async_options=options, temporary_path_class=mark)
+        options = ocp.CompositeOptions(temporary_path_class=mark)
+        handler = ocp.CompositeCheckpointHandler(composite_options=options, **{ITEM: handler})
+    patience = ocp.options.AsyncOptions(timeout_secs=int(writing.request.timeout))
+    return ocp.AsyncCheckpointer(handler, async_options=patience, temporary_path_class=mark)
 
 
 def checked_step(step: Any) -> int | None:
@@ -209,9 +214,13 @@ def checked_step(step: Any) -> int | None:
     return number
 
 
-def refuse_donated(state: Any) -> None:
-    """What was given away cannot be written."""
+def refuse_what_holds_nothing(state: Any) -> None:
+    """What was given away cannot be written; what is not there yet cannot either."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise ShardstepError(f"state{keystr(path)} is a shape, not an array: pass the state itself")
+        if isinstance(leaf, jax.core.Tracer):
+            raise ShardstepError(f"state{keystr(path)} is being traced: call this outside of jit, with what it returns")
         if isinstance(leaf, jax.Array | Padded) and leaf.is_deleted():
             raise ShardstepError(
                 f"state{keystr(path)} was donated to a step and holds nothing any more: save what the step returned, or"
@@ -219,10 +228,43 @@ def refuse_donated(state: Any) -> None:
             )
 
 
+def _refuse_names_that_meet(state: Any, tree: Any) -> None:
+    """Orbax joins the keys of a leaf by dots: of two leaves with one name, it would write one in place of the other."""
+    seen: dict[str, str] = {}
+    for path, _ in jax.tree_util.tree_leaves_with_path(tree):
+        name = keystr(path, simple=True, separator=".").rstrip("/")
+        if name in seen:
+            raise ShardstepError(
+                f"state{seen[name]} and state{keystr(path)} would have the same name in the checkpoint, {name}: rename"
+                " one of their keys"
+            )
+        seen[name] = keystr(path)
+    if not seen and not any(is_array(leaf) for leaf in jax.tree.leaves(state)):
+        raise ShardstepError("the state holds no array and no number: there is nothing to save")
+
+
 def finish() -> None:
     """Wait for the save that runs in the background, if one does."""
     while _running:
-        _running.pop().wait()
+        saving = _running[-1]
+        try:
+            saving.wait()
+        finally:
+            if saving.done and saving in _running:  # else the waiting was interrupted, and the save goes on
+                _running.remove(saving)
+
+
+def _finish_at_exit() -> None:
+    """A script that ends, or dies of an error, does not lose in silence what it has begun to save."""
+    try:
+        finish()
+    except Exception as error:
+        print(f"shardstep: {error}. Call shardstep.finish() before the script ends.", file=sys.stderr, flush=True)
+
+
+# `atexit` comes too late: by then no thread pool takes work any more. (From Python 3.12 on, none does from the moment
+# that the script has ended. There, what is left to start is lost, and this says so.)
+getattr(threading, "_register_atexit", atexit.register)(_finish_at_exit)
 
 
 def _to_file(state: Any) -> tuple[Any, dict[str, tuple[int, ...]]]:
