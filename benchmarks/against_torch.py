@@ -261,7 +261,7 @@ def row(m: Measured, args: argparse.Namespace) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": {"platform": platform.platform(), "processor": processor(), "cores": os.cpu_count()},
         "versions": {"python": platform.python_version(), **m.facts.get("versions", {})},
-        **revision("torch"),
+        **revision("wire" if args.json and args.json.stem == "wire" else "torch"),
     }
 
 

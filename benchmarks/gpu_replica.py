@@ -5,6 +5,7 @@
     python benchmarks/gpu_replica.py --workload offload --rounds 2 --steps 1 --out results/gpu  # 60 billion parameters
     python benchmarks/gpu_replica.py --part claim --out results/gpu  # SGD and momentum: does Adam cost what they cost?
     python benchmarks/gpu_replica.py --part large --out results/gpu  # microbatches, experts; Muon: see gpu_muon.py
+    python benchmarks/gpu_replica.py --part matrices --rounds 3 --steps 1 --out results/gpu  # Shampoo
     python benchmarks/gpu_replica.py --smoke --out /tmp/smoke   # tiny sizes on simulated CPU devices
 
 `jax_mock_gpu_topology` lets one GPU compile and run the program of one replica out of N. Its collectives are mocked:
@@ -52,8 +53,9 @@ CLAIM = [
     ("transformer", 8, "momentum"),
 ]
 LARGE = [("accumulating", 8, "adamw"), ("accumulating", 64, "adamw"), ("mixture", 8, "adamw"), ("mixture", 64, "adamw")]
+MATRICES = [("shampoo", 8, "shampoo"), ("shampoo", 64, "shampoo")]
 OFFLOAD = [("offload", 8, "adamw")]  # it fills the device
-PARTS = {"adam": ADAM, "claim": CLAIM, "large": LARGE, "offload": OFFLOAD}
+PARTS = {"adam": ADAM, "claim": CLAIM, "large": LARGE, "matrices": MATRICES, "offload": OFFLOAD}
 
 
 # --- the parent: one process for each workload and replica count ----------------------------------------------------
@@ -346,6 +348,7 @@ def alike(shapes: Any, shardings: Any) -> Any:
 def training(loss: Callable[..., Any], params: Any, name: str, batch: Any, microbatches: int = 1) -> Workload:
     import jax
     import optax
+    import optimization
     import workloads
 
     optimizers = {
@@ -353,6 +356,7 @@ def training(loss: Callable[..., Any], params: Any, name: str, batch: Any, micro
         "adamw": optax.adamw(1e-4),
         "sgd": optax.sgd(1e-4),
         "momentum": optax.sgd(1e-4, momentum=0.9),
+        "shampoo": optimization.OPTIMIZERS["shampoo"].plain(),
     }
     optimizer = optimizers[name]
 
@@ -520,12 +524,30 @@ def mixture(replicas: int, optimizer: str, smoke: bool) -> Workload:
     return training(loss, params, optimizer, batch)
 
 
+def shampoo(replicas: int, optimizer: str, smoke: bool) -> Workload:
+    """Six layers of width 512 in a Python loop, 27 million parameters, four sequences of 256 per replica; Shampoo
+    factorizes both sides of every matrix of the layers in every step, AdamW has the rest."""
+    import jax
+    import jax.numpy as jnp
+    import workloads
+
+    sizes = dict(width=64, layers=2, vocabulary=512, length=16, heads=4) if smoke else {}
+    sizes = sizes or dict(width=512, layers=6, vocabulary=8192, length=256, heads=8)
+    made = workloads.transformer(1, "sgd", **sizes)
+    loss = lambda params, batch: made.loss(params, (), batch, None)[0]  # noqa: E731
+    params = jax.eval_shape(lambda: made.create(jax.random.key(0))[0])
+    tokens = jax.ShapeDtypeStruct((4 * replicas, sizes["length"] + 1), jnp.int32)
+    variants = ("replicated", "zero1", "shardstep", "shardstep-sharded")  # others repeat what ZeRO-1 repeats
+    return replace(training(loss, params, optimizer, tokens), variants=variants)
+
+
 WORKLOADS = {
     "six": six,
     "transformer": transformer,
     "scanned": scanned,
     "accumulating": accumulating,
     "mixture": mixture,
+    "shampoo": shampoo,
     "offload": offload,
 }
 

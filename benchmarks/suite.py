@@ -1,8 +1,9 @@
 """The benchmark suite: shardstep against what one would do instead.
 
-    make bench                                  # everything; on two idle cores well over half an hour
+    make bench                                  # everything; on two idle cores well under an hour
     make bench-quick                            # a few cells, under five minutes
     python benchmarks/suite.py --only resnet50  # the cells of one workload; other rows stay as they are
+    python benchmarks/suite.py --estimate       # how long it will take, from the rows that are there
 
 Each cell runs in a process of its own (see cell.py), in which its variants take turns. Rows are kept in
 `results/latest.json`, a list that is written anew after every cell, with the commit and a digest of the code; the quick
@@ -30,7 +31,7 @@ from pathlib import Path
 
 import goals
 import history
-from recorded import RESULTS, Row, cells, keep, kind, read, revision
+from recorded import RESULTS, Key, Row, cells, keep, kind, read, revision
 
 HERE = Path(__file__).resolve().parent
 
@@ -50,21 +51,21 @@ class Cell:
 FULL = (
     # the transformer with every optimizer: the paper's claims
     Cell("transformer-42m", "adamw+clip"),
-    *(Cell("transformer-42m", name, steps=6) for name in ("sgd", "momentum", "adam", "lamb", "adafactor")),
+    *(Cell("transformer-42m", name, steps=5) for name in ("sgd", "momentum", "adam", "lamb", "adafactor")),
     # scaling with the number of replicas, and with the model
     *(Cell("transformer-42m", "adamw+clip", devices) for devices in (1, 2, 4)),
     *(Cell(f"transformer-{width}", "adamw+clip") for width in (256, 512, 768)),
     # what large users run: layers that are scanned, matrix optimizers, experts, accumulation
     Cell("scanned-gpt", "adamw+clip"),
     Cell("scanned-gpt", "sgd", steps=6),
-    Cell("transformer-512", "muon", steps=6),
-    Cell("transformer-256", "shampoo", steps=5),
-    Cell("mixture", "adam"),
-    Cell("accumulating", "adam", steps=6),
+    Cell("transformer-512", "muon", steps=4),
+    Cell("transformer-256", "shampoo", steps=4),
+    Cell("mixture", "adam", steps=7),
+    Cell("accumulating", "adam", steps=5),
     # other models, each with the optimizer that it is trained with
-    Cell("gpt2-small", "adamw+clip", devices=4, steps=6),
-    Cell("bert-small", "lamb"),
-    Cell("resnet50", "momentum", steps=6),
+    Cell("gpt2-small", "adamw+clip", devices=4, steps=4),
+    Cell("bert-small", "lamb", steps=7),
+    Cell("resnet50", "momentum", steps=4),
     Cell("recommender", "adam"),
     Cell("small-tensors", "adam", steps=25),
     Cell("mlp-4x1024", "adam", steps=25),
@@ -76,11 +77,36 @@ FULL = (
 QUICK = (
     Cell("mlp-4x1024", "adam", steps=15),
     Cell("transformer-512", "adam", steps=6),
-    Cell("transformer-512", "adam", devices=2, steps=6),
-    Cell("scanned-gpt", "adamw+clip", steps=5),
-    Cell("transformer-256", "muon", steps=5),
+    Cell("transformer-512", "adam", devices=2, steps=4),
+    Cell("scanned-gpt", "adamw+clip", steps=4),
+    Cell("transformer-256", "muon", steps=3),
     Cell("transformer-compute", "adam", steps=8),
 )
+
+
+# --- how long it takes ----------------------------------------------------------------------------------------------
+
+STARTING = 10.0  # seconds: a process, its imports, the first state of every variant
+WARM_UP = 2  # rounds
+
+
+def expected(cell: Cell, rows: Sequence[Row]) -> float | None:
+    """Seconds on a machine like that of the rows; None if that cell was never measured."""
+    workload = cell.workload if cell.malloc == "keep" else f"{cell.workload} (malloc {cell.malloc})"
+    found = cells(rows).get(Key(workload, cell.optimizer, cell.devices))
+    if not found:
+        return None
+    building = sum(row["trace_s"] + row["compile_s"] for row in found.values())
+    in_turn = sum(row["step_ms"] for row in found.values()) + next(iter(found.values()))["forward_backward_ms"]
+    return STARTING + building + (cell.steps + WARM_UP) * in_turn / 1e3
+
+
+def estimate(grid: Sequence[Cell], rows: Sequence[Row]) -> str:
+    found = {cell: expected(cell, rows) for cell in grid}
+    lines = [f"{'?' if s is None else f'{s:.0f} s':>8s}  {cell}" for cell, s in found.items()]
+    known = [s for s in found.values() if s is not None]
+    lines.append(f"{sum(known) / 60:.0f} minutes for {len(known)} cells; {len(grid) - len(known)} were never measured")
+    return "\n".join(lines)
 
 
 # --- running --------------------------------------------------------------------------------------------------------
@@ -137,8 +163,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a few small cells")
     parser.add_argument("--only", nargs="*", help="the cells of these workloads, or calls, planning, growth")
     parser.add_argument("--out", type=Path, default=RESULTS, help="where the files go (default: %(default)s)")
+    parser.add_argument("--estimate", action="store_true", help="run nothing: say how long it would take")
     args = parser.parse_args()
     grid = [cell for cell in (QUICK if args.quick else FULL) if not args.only or cell.workload in args.only]
+    if args.estimate:
+        print(estimate(grid, read("latest", args.out)))
+        return
     measure(grid, read("latest", args.out) if args.only or args.quick else [], args.out)
     for part in ("calls", "planning"):
         if not args.only or part in args.only:

@@ -17,8 +17,9 @@ moments), shardstep with replicated and with sharded weights. From the compiled 
   memory          arguments and temporaries, and the compiler's peak
   predicted       what shardstep's cost model says collectives take, in microseconds
 
-"matrices" is the program on which the closed original was measured (DESIGN.md): four weights of 2048 x 2048, 16
-examples per replica. libtpu serves one process at a time.
+"matrices" is the program for comparing the closed original: four weights of 2048 x 2048, 16 examples per replica.
+`--variant original` compiles that, for "matrices" and "masters" (replica_mode.py): one iteration of its training loop.
+libtpu serves one process at a time.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import replica_mode
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from recorded import RESULTS, stamp
@@ -312,6 +314,28 @@ VARIANTS: dict[str, Callable[[Workload, Mesh], jax.stages.Lowered]] = {
 }
 
 
+ORIGINAL = "original"
+OF_THE_ORIGINAL = ("matrices", "masters")  # their losses do not mix examples: summing gradients is enough
+
+
+def summed(replicas: int) -> optax.GradientTransformation:
+    """The mean of all replicas' gradients, in a program for one replica."""
+
+    def everyone(x: jax.Array) -> jax.Array:
+        return replica_mode.sum_over_replicas(x, replicas) / replicas
+
+    return optax.stateless(lambda grads, _: jax.tree.map(everyone, grads))
+
+
+def original(workload: str, optimizer: str, devices: list[Any]) -> tuple[str, Any]:
+    """What the closed original makes of one iteration of a training loop, and the memory of the whole loop."""
+    n = len(devices)
+    job = WORKLOADS[workload](1, optax.chain(summed(n), OPTIMIZERS[optimizer]))
+    loop = replica_mode.training_loop(lambda state, batch: job.step(state, batch)[0], job.state, job.batch, n)
+    program = replica_mode.compiled(loop, devices)
+    return program.body, program.memory
+
+
 # --- reading the compiled program -----------------------------------------------------------------------------------
 
 
@@ -368,8 +392,7 @@ def cycles(text: str) -> tuple[float, float, float]:
     return update / 1e3, copies / 1e3, rest / 1e3
 
 
-def read(compiled: jax.stages.Compiled, seconds: float, **what: Any) -> Row:
-    text, memory = compiled.as_text(), compiled.memory_analysis()
+def read(text: str, memory: Any, seconds: float, **what: Any) -> Row:
     found = collectives(text)
     update, copies, rest = cycles(text)
     return Row(
@@ -403,13 +426,17 @@ def predicted(found: Iterable[Collective], machine: Topology) -> float:
 
 def compile_one(topology: str, workload: str, optimizer: str, variant: str) -> tuple[Row, str]:
     devices = sorted(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices, key=lambda d: d.id)
-    mesh = Mesh(np.array(devices), ("data",))  # what a user has: one axis, devices by id
-    job = WORKLOADS[workload](mesh.size, OPTIMIZERS[optimizer])
     start = time.perf_counter()
-    compiled = VARIANTS[variant](job, mesh).compile()
+    if variant == ORIGINAL:
+        text, memory = original(workload, optimizer, devices)
+    else:
+        mesh = Mesh(np.array(devices), ("data",))  # what a user has: one axis, devices by id
+        job = WORKLOADS[workload](mesh.size, OPTIMIZERS[optimizer])
+        compiled = VARIANTS[variant](job, mesh).compile()
+        text, memory = compiled.as_text(), compiled.memory_analysis()
     seconds = time.perf_counter() - start
-    what = dict(topology=topology, workload=workload, optimizer=optimizer, variant=variant, replicas=mesh.size)
-    return read(compiled, seconds, **what), compiled.as_text()
+    what = dict(topology=topology, workload=workload, optimizer=optimizer, variant=variant, replicas=len(devices))
+    return read(text, memory, seconds, **what), text
 
 
 # --- showing --------------------------------------------------------------------------------------------------------
@@ -442,7 +469,7 @@ def main() -> None:
     parser.add_argument("--topology", nargs="+", default=list(TOPOLOGIES))
     parser.add_argument("--optimizer", nargs="+", choices=OPTIMIZERS, default=["adam", "momentum"])
     usual = [variant for variant in VARIANTS if variant != "fsdp"]
-    parser.add_argument("--variant", nargs="+", choices=VARIANTS, default=usual)
+    parser.add_argument("--variant", nargs="+", choices=(*VARIANTS, ORIGINAL), default=usual)
     parser.add_argument("--json", type=Path, default=RESULTS / "tpu_aot.json", help="rows are added to this file")
     parser.add_argument("--hlo", type=Path, help="a folder for the compiled programs")
     parser.add_argument("--merge", nargs="+", type=Path, default=[], help="add the rows of these files first")
@@ -458,6 +485,7 @@ def main() -> None:
     if args.merge or args.summary:
         return
     todo = [(t, w, o, v) for w in args.workload for t in args.topology for o in args.optimizer for v in args.variant]
+    todo = [one for one in todo if one[3] != ORIGINAL or one[1] in OF_THE_ORIGINAL]
     for one in todo:
         row, text = compile_one(*one)
         rows[one] = row
@@ -481,7 +509,7 @@ def save(path: Path, rows: dict[Any, Row]) -> None:
 
 def _place(row: Row) -> tuple[int, ...]:
     """Rows stand in the order of the tables above, however they were measured."""
-    tables = (WORKLOADS, TOPOLOGIES, OPTIMIZERS, VARIANTS)
+    tables = (WORKLOADS, TOPOLOGIES, OPTIMIZERS, (ORIGINAL, *VARIANTS))
     return tuple(
         list(t).index(k) if k in t else len(t)
         for t, k in zip(tables, (row.workload, row.topology, row.optimizer, row.variant), strict=True)

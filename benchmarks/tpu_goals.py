@@ -17,12 +17,8 @@ Rows = Mapping[tuple[str, str, str, str], Row]  # by topology, workload, optimiz
 
 OURS = ("weights sharded", "weights replicated")  # sharded is the default on TPU
 
-# What the closed original is estimated at on `matrices` (DESIGN.md, section 7): thousand cycles, MB at the peak.
-ORIGINAL_CYCLES = {
-    "adam": {"v3:4x4": 401, "v5e:4x4": 110, "v5p:4x4x4": 225},
-    "momentum": {"v3:4x4": 390, "v5e:4x4": 99, "v5p:4x4x4": 200},
-}
-ORIGINAL_PEAK = {"v3:4x4": 251, "v5e:4x4": 202, "v5p:4x4x4": 257}
+ORIGINAL = "original"  # the closed original's program
+OF_ITS_PEAK = 1 / 4
 
 
 @dataclass(frozen=True)
@@ -73,10 +69,10 @@ def _of_program(rows: Rows, topology: str, workload: str, optimizer: str, progra
         yield verdict("update (thousand cycles): 1.2/N of replicated", ours["cycles_update"], limit)
     if by_hand := rows.get((*what, "zero1")):
         yield verdict("total (thousand cycles): below ZeRO-1 by hand", total(ours), total(by_hand))
-    original = ORIGINAL_CYCLES.get(optimizer, {}).get(topology)
-    if workload in ("matrices", "masters") and original and program == OURS[0]:
-        yield verdict("total (thousand cycles): the closed original's", total(ours), original)
-        yield verdict("peak (MB): half of the closed original's", ours["peak_mb"], ORIGINAL_PEAK[topology] / 2)
+    if (original := rows.get((*what, ORIGINAL))) and program == OURS[0]:
+        yield verdict("total (thousand cycles): the closed original's", total(ours), total(original))
+        limit = OF_ITS_PEAK * original["peak_mb"]
+        yield verdict("peak (MB): a quarter of the closed original's", ours["peak_mb"], limit)
 
 
 def _adam_as_sgd(rows: Rows, topology: str, workload: str, _: str, program: str) -> Iterator[Verdict]:

@@ -388,11 +388,14 @@ EXPERTS = {"shardstep": "expert", "shardstep-sharded": "expert-sharded"}  # each
 
 
 def variants_for(workload: Workload) -> list[str]:
-    """All that there are for this workload and its optimizer."""
+    """All that there are for this workload and its optimizer; of those that repeat a matrix optimizer's work, one of a
+    kind."""
     written = OPTIMIZERS[workload.optimizer].on_shards is not None
+    of_matrices = workload.optimizer in MATRIX_OPTIMIZERS
     there = {
+        **dict.fromkeys(("shard_map", "over-data"), not of_matrices),
         **dict.fromkeys(EXPERTS.values(), written),
         "expert-layers": written and workload.layered is not None,
-        "expert-owned": workload.optimizer in MATRIX_OPTIMIZERS,
+        "expert-owned": of_matrices,
     }
     return [name for name in VARIANTS if there.get(name, True)]

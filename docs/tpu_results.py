@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ def section(name: str) -> str:
         said = " and ".join(f"libtpu {libtpu}, JAX {jax}" for libtpu, jax in compilers)
         dates = sorted(r["date"][:10] for r in rows)
         return f"{said}; compiled {' to '.join(dict.fromkeys((dates[0], dates[-1])))}.\n\nNot compiled yet: {gone}."
+    if name == "original":
+        return original(rows)
     return goals(rows) if name == "goals" else table([r for r in rows if r["workload"] == name])
 
 
@@ -79,6 +82,21 @@ def claims(rows: list[dict[str, Any]]) -> str:
                 cells = [topology, workload, _PROGRAMS.get(program, program), f"{optimizer} / {simpler}"]
                 lines.append(f"| {' | '.join(cells)} | {ratios[0]:.2f} | {ratios[1]:.2f} |")
     return "\n".join(lines)
+
+
+def original(rows: list[dict[str, Any]]) -> str:
+    """The closed original's program beside ours, wherever both were compiled; in bold what is below the other."""
+    goals = _goals()
+    compared = {"thousand cycles": goals.total, "peak, MB": itemgetter("peak_mb"), "sent, MB": itemgetter("wire_mb")}
+    found, lines = goals.indexed(rows), []
+    head = ["topology", "program", "optimizer", *(f"{k}: {who}" for k in compared for who in ("original", "shardstep"))]
+    for (topology, workload, optimizer, program), theirs in found.items():
+        ours = found.get((topology, workload, optimizer, goals.OURS[0]))
+        if program == goals.ORIGINAL and ours:
+            pairs = [(get(theirs), get(ours)) for get in compared.values()]
+            cells = [f"**{x:.0f}**" if x == min(pair) < max(pair) else f"{x:.0f}" for pair in pairs for x in pair]
+            lines.append(f"| {' | '.join((topology, workload, optimizer, *cells))} |")
+    return "\n".join((f"| {' | '.join(head)} |", "|---" * len(head) + "|", *lines))
 
 
 def table(rows: list[dict[str, Any]]) -> str:

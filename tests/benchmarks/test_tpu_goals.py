@@ -82,7 +82,19 @@ def test_the_table_of_the_docs_is_made_of_the_committed_rows(docs):
     page, by_hand = docs.on_page_markdown(source), source.count("\n| v")
     assert "{{" not in page and rows[0]["versions"]["libtpu"] in page
     claims = docs.claims(of_paper).count("\n| v")
-    assert page.count("\n| v") == len(rows) + len(of_paper) + claims + by_hand
+    beside = sum(r["variant"] == "original" for r in rows)
+    assert page.count("\n| v") == len(rows) + len(of_paper) + claims + beside + by_hand
+
+
+def test_the_closed_original_stands_beside_ours(docs):
+    rows = [row("adam", "original", 50.0, rest=60.0, wire=94.0, peak=202.0), ROWS[2], ROWS[4]]
+    *_, found = docs.original(rows).splitlines()
+    assert found == "| v5e:2x2 | transformer | adam | **110** | 141 | **202** | 630 | 94 | **80** |"
+    judged = {v.goal: (v.value, v.limit) for v in verdicts(indexed(rows)) if "original" in v.goal}
+    assert judged == {
+        "total (thousand cycles): the closed original's": (141.0, 110.0),
+        "peak (MB): a quarter of the closed original's": (630.0, 50.5),
+    }
 
 
 def test_the_claims_of_the_paper_are_ratios_of_optimizers(docs):

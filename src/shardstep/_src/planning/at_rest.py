@@ -16,6 +16,7 @@ from ..core.schedule import Schedule
 from ..core.user_shardings import Kept, show_kept
 from ..machine.replicas import Replicas
 from .placement import split_layout
+from .summed_whole import Summed, left_whole
 from .torus_order import first_axis, spread
 
 
@@ -77,6 +78,7 @@ def small_bytes(captured: Captured, roles: Sequence[str], replicas: Replicas, op
 
 WHY_WHOLE = "a weight: every replica reads it whole"
 _WHY_SPLIT = "optimizer state: only the update uses it, so each replica keeps 1/N"
+_SUMMED = "whole along an axis where blocks would end inside of a tile: gradients are summed there, not scattered"
 _SLICED_ROOM = 1.1  # how much larger padding may make a leaf, so that the layers that a loop reads stay in one piece
 ROOM = 1.5  # what padding makes larger than this, and more costly to send than it was, is not worth sharding
 
@@ -89,6 +91,7 @@ class Policy:
     small: int  # leaves of fewer bytes
     room: float = math.inf  # leaves that padding would enlarge by more than this factor
     visits: bool = False  # and may examples go to weights, instead of weights to examples?
+    summed: Summed = frozenset()  # leaves that rest whole along an axis, since their gradients are summed there anyway
 
 
 def pads_state(captured: Captured, decided: Schedule) -> bool:
@@ -135,7 +138,7 @@ def layout_at_rest(
         slices = Array(tuple(1 if d in taken.sliced else size for d, size in enumerate(free)), array.dtype)
         layout = split_layout(slices, axes, shared, replicas.topology.tiled, min(policy.room, _SLICED_ROOM))
         if layout is not None:
-            return layout, f"{verb}; {taken.why}"
+            return left_whole(array.shape, layout, axes, policy.summed), f"{verb}; {taken.why}"
     leaf, tiled = Array(free, array.dtype), replicas.topology.tiled
     layout = split_layout(leaf, axes, shared, tiled, policy.room)
     if layout is None and policy.room < math.inf and split_layout(leaf, axes, shared, tiled) is not None:
@@ -143,7 +146,8 @@ def layout_at_rest(
     if layout is None:
         besides = f" that is free ({show_kept(kept)})" if kept else ""
         return everywhere, f"{list(array.shape)} has no dimension{besides} to split"
-    return layout, verb
+    lying = left_whole(array.shape, layout, axes, policy.summed)
+    return lying, verb if lying == layout else f"{verb}; {_SUMMED}"
 
 
 def take_turns(

@@ -15,7 +15,7 @@ from ..core.program import Atom
 from ..core.schedule import Schedule
 from ..core.user_shardings import Kept, alike
 from ..machine.replicas import Replicas
-from . import engines, host_memory, ownership, visits
+from . import engines, host_memory, ownership, summed_whole, visits
 from .at_rest import ROOM, WHY_WHOLE, Policy, Taken, choose_weights, layout_at_rest, pads_state, take_turns
 from .buckets import bucket_bytes, fuse
 from .formatting import duration, size
@@ -204,12 +204,32 @@ def _attempt(problem: Problem, weights: str, why_weights: str) -> Attempt:
         other = under(roomy)
         if problem.sends_no_more(other.schedule):
             policy, found = roomy, other
+    if summed := _summed_anyway(found):
+        whole_there = replace(policy, summed=summed)
+        other = under(whole_there)
+        if other.fits >= found.fits and _little_more(found, other):
+            policy, found = whole_there, other
     if moves_weights(problem.options) or not visits.may_pay(found.schedule):
         return found
     other = under(replace(policy, visits=True))
     if other.seconds >= visits.WORTH * found.seconds or other.fits < found.fits:
         return found
     return _noting(other, visits.why(other.schedule, other.seconds, found.seconds))
+
+
+def _summed_anyway(found: Attempt) -> summed_whole.Summed:
+    """Where the compiler would not scatter, if the step sends more than the replicated one for it."""
+    cut = summed_whole.cut_inside(found.schedule)
+    more, replicated = sum(cut.values()), engines.sent(found.problem.baseline)
+    worth = summed_whole.WORTH * replicated
+    return cut.keys() if more > worth and found.sent + more > replicated + worth else frozenset()
+
+
+def _little_more(found: Attempt, other: Attempt) -> bool:
+    """Does the other attempt keep little more state on a replica?"""
+    state = found.problem.captured.state
+    (own, whole_state), (others, _) = (summed_whole.state_bytes(a.schedule, state) for a in (found, other))
+    return others - own <= summed_whole.ROOM * whole_state
 
 
 def _scheduled(problem: Problem, policy: Policy) -> tuple[Schedule, tuple[str, ...]]:
