@@ -285,7 +285,10 @@ class _Walk:
     def indices(self, step: Step) -> int:
         """Bytes of indices: of every element along each dimension, then twice of the largest one of each window."""
         (chosen, whole), layouts = (a.array for a in step.equation.inputs), step.operands
-        sizes = [math.prod(block_shape(a.shape, f, self.schedule.axes)) for a, f in zip((chosen, whole), layouts)]
+        sizes = [
+            math.prod(block_shape(a.shape, f, self.schedule.axes))
+            for a, f in zip((chosen, whole), layouts, strict=False)
+        ]
         return 4 * whole.ndim * (sizes[1] + 2 * sizes[0])
 
     def product(self, step: Step) -> Product:

@@ -17,7 +17,7 @@ from ..core.user_shardings import Kept, alike
 from ..machine.replicas import Replicas
 from . import engines, host_memory, ownership, visits
 from .at_rest import ROOM, WHY_WHOLE, Policy, Taken, choose_weights, layout_at_rest, pads_state, take_turns
-from .buckets import bucket_bytes, fuse
+from .buckets import Limits, fuse
 from .formatting import duration, size
 from .plan import Owned
 from .precision import lossy, travel_in, wire_notes
@@ -87,7 +87,7 @@ def _decided(problem: Problem, weights: str) -> Decided:
         variants.append(_Variant.of("owned", replace(problem, captured=stacked), weights))
     best = min(variants, key=_Variant.rank)
     if _may_split_inside(problem) and ownership.waits(best.attempt.schedule, variants[0].attempt.schedule, replicas):
-        memo = Memo(problem.memo.kinds, problem.memo.sums_at_once, worth=ownership.inside(replicas))
+        memo = Memo(problem.memo.kinds, ownership.price_inside(replicas), problem.memo.sums_at_once)
         inside = [_Variant.of(ownership.INSIDE, replace(problem, memo=memo), weights)]
         if stacked is not captured and ownership.alone(stacked, problem.unsharded):
             owning = replace(problem, captured=stacked, memo=memo)
@@ -223,8 +223,8 @@ def _scheduled(problem: Problem, policy: Policy) -> tuple[Schedule, tuple[str, .
         updating = role == "frozen" and uses[var] > 1 and i not in problem.unsharded.met_batch
         taken = Taken(captured.kept[i], problem.sliced.get(i, frozenset()))
         resting.append(layout_at_rest(var.array, "auxiliary" if updating else role, replicas, policy, taken))
-    alone = bucket_bytes(options.bucket_bytes, replicas.topology.platform)
-    resting = take_turns(captured, replicas, problem.roles, resting, alone, problem.sliced)
+    limits = Limits.of(options.bucket_bytes, replicas.topology)
+    resting = take_turns(captured, replicas, problem.roles, resting, limits.bytes, problem.sliced)
     examples = examples_of(captured, axes)
     inputs = [examples.get(i, layout) for i, (layout, _) in enumerate(resting)]
     outputs: list[Layout | None] = [None] * len(program.outputs)
@@ -236,7 +236,7 @@ def _scheduled(problem: Problem, policy: Policy) -> tuple[Schedule, tuple[str, .
     passes.leave(f"at rest (weights {policy.weights})", dict(zip(captured.paths, shown, strict=True)))
     decided = passes.leave("propagation", schedule(program, axes, boundary, problem.memo))
     decided = passes.leave("precision", travel_in(decided, options))
-    decided = fuse(decided, alone, in_order=bool(problem.why_hosted))
+    decided = fuse(decided, limits, in_order=bool(problem.why_hosted))
     return passes.leave("buckets", decided), _with_updates(captured, decided, reasons)
 
 
