@@ -1,8 +1,9 @@
 """Small tensors travel together.
 
 A collective costs a fixed time however little it moves, so transfers that make the same moves are bundled: at most
-`bucket_bytes` in one collective, one dtype on the wire. A tensor travels alone if copying it into a bucket and out of it
-takes longer than starting a message of its own; so do large ones, which the compiler can overlap with the backward pass.
+`bucket_bytes` in one collective, one dtype on the wire. A tensor travels alone if copying it into a bucket and out
+again takes longer than starting a message of its own; so do large ones, which the compiler can overlap with the
+backward pass.
 
 `fuse` is a pass over a finished schedule, so the plan says what is run. A transfer may be made at any place between
 where its value is made and where it is first read. A bundle stands where the first of its members is read; members are
