@@ -1,5 +1,7 @@
 """Small tensors travel together: exactly as many collectives in the compiled program as the plan says, same numbers."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,8 @@ from shardstep._src.core.backend import Backend
 from shardstep._src.core.layout import REPLICATED, Array, Axis, Partial, Split, block_shape
 from shardstep._src.core.program import Var
 from shardstep._src.core.schedule import Transfer
+from shardstep._src.machine import topology
+from shardstep._src.planning.buckets import Limits
 from shardstep._src.runtime.packing import transfer
 from shardstep._src.tools.hlo import collectives, counts
 
@@ -272,3 +276,27 @@ def test_what_is_normalised_leaf_by_leaf_is_normalised_together(mesh, name):
 
     batch = jnp.linspace(-1, 1, 16 * 128).reshape(16, 128)
     assert counted(2)["all-reduce"] == counted(3)["all-reduce"] <= 4
+
+
+# -- by time ----------------------------------------------------------------------------------------------------------
+
+
+def packs(nbytes, machine, asked=None):
+    axes = tuple(Axis((f"x{k}",), ring.size) for k, ring in enumerate(machine.rings))
+    rest = (REPLICATED,) * (len(axes) - 1)
+    var = Var(Array((nbytes // 4,), jnp.dtype("float32")))
+    gather = Transfer(var, (*rest, Split(0)), (REPLICATED, *rest))
+    return Limits.of(asked, machine).pays(gather, list(gather.moves(axes)), axes)
+
+
+def test_a_tensor_travels_alone_if_copying_it_takes_longer_than_a_message():
+    """A message over a slow network is worth larger copies; memory that is slow, smaller ones."""
+    cpu, gpu = topology.describe("cpu:2"), topology.describe("h200:8")
+    assert packs(64 << 10, cpu) and not packs(1 << 20, cpu)
+    assert packs(4 << 20, gpu) and not packs(1 << 30, gpu)
+    slow = replace(gpu, chip=gpu.chip._replace(memory=gpu.chip.memory / 100))
+    assert packs(256 << 10, slow) and not packs(4 << 20, slow)
+
+
+def test_what_was_asked_for_is_packed_whatever_it_takes():
+    assert packs(1 << 20, topology.describe("cpu:2"), asked=1 << 20)

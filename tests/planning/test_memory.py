@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import linen as nn
 from jax import lax
 from steps import estimated, mesh_of
 
@@ -92,6 +94,18 @@ KINDS = {
             0
         ].sum(),
         shaped(8, WIDTH, WIDTH),
+        8192,
+    ),
+    # XLA on CPU undid this before JAX 0.12
+    "checkpointed, not scanned": (
+        lambda params, x: functools.reduce(jax.checkpoint(lambda x, w: jnp.tanh(jnp.tanh(x @ w) @ w)), params, x).sum(),
+        [shaped(WIDTH, WIDTH)] * 6,
+        8192,
+    ),
+    # its gradient looks up by indices on CPU
+    "max-pooling": (
+        lambda params, x: nn.max_pool((x @ params).reshape(-1, 16, 16, 1), (2, 2), (2, 2)).sum(),
+        shaped(WIDTH, WIDTH),
         8192,
     ),
 }

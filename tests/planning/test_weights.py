@@ -175,3 +175,32 @@ def test_auto_sends_no_more_than_replicated_weights_do(mesh):
     }
     assert plans["auto"].weights == "sharded"
     assert plans["auto"].wire_bytes.sharded <= plans["replicated"].wire_bytes.sharded * 1.001
+
+
+def narrow_layers(**options):
+    """The plan for so many small scanned layers that messages take longer than what they carry."""
+
+    def loss(layers, batch):
+        return jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w.astype(x.dtype)), None), batch, layers)[0] ** 2)
+
+    def train(layers, batch):
+        return jax.tree.map(lambda w, g: w - 0.1 * g, layers, jax.grad(loss)(layers, batch))
+
+    layers, batch = jax.ShapeDtypeStruct((64, 64, 64), jnp.float32), jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    return shardstep.shard(train, mesh, options=Options(topology="h200:8", layers="each", **options)).plan(
+        layers, batch
+    )
+
+
+def test_auto_goes_by_predicted_time_where_that_differs():
+    """Gathered in every iteration, 128 messages take longer than one for the whole stack."""
+    plan = narrow_layers()
+    assert plan.weights == "replicated" and "predicted step" in plan.why_weights
+    assert plan.wire_bytes.ratio < 1.01
+
+
+def test_auto_goes_by_memory_before_time():
+    limit = narrow_layers().peak_bytes.sharded - 1
+    tight = narrow_layers(memory=limit)
+    assert tight.weights == "sharded" and "memory" in tight.why_weights

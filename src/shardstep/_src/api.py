@@ -27,6 +27,7 @@ from .planning.description import describe
 from .planning.plan import Plan
 from .planning.plan_table import too_large
 from .planning.propagation.memo import Memo
+from .planning.propagation.price import Price
 from .rules.refusals import refuse
 from .runtime import processes
 from .runtime.bound import BoundStep
@@ -293,7 +294,7 @@ class ShardedStep(Generic[P, R]):
                 " would train on its own batch alone. A step for the whole batch (as for jax.jit) goes without."
             )
         refuse(captured.program)
-        memo = Memo()
+        memo = Memo(price=Price.together(replicas.topology.rings))
         captured = choose_batch(captured, replicas, memo)
         decided = decide(captured, replicas, self.settings.weights, self.options, memo)
         planned = PlannedStep(self.step, captured, decided, replicas, self.options)

@@ -14,3 +14,5 @@ class Backend:
     message_bytes: int = 0  # larger blocks are scattered in pieces (see ring_scatter.py); 0: whole
     outermost: bool = False  # do collectives cut the outermost dimension only, as XLA's do on CPU?
     in_memory: bool = False  # do the replicas share one memory, so that there is no wire to overlap anything with?
+    merges: bool = False  # is what is computed again, behind a barrier (`jax.checkpoint`), merged with the first time?
+    indexes: bool = False  # does the gradient of max-pooling look up by indices, an array of them for each dimension?

@@ -98,6 +98,8 @@ def primitive(name: str) -> Any:
 
 _VERSION: tuple[int, int] = jax.__version_info__[:2]
 
+CPU_DROPS_BARRIERS = _VERSION < (0, 12)  # XLA:CPU then merges what a barrier kept apart, before it decides on memory
+
 
 def _at_home(name: str) -> Any:
     try:

@@ -33,7 +33,7 @@ class Piece:
     program: Program
     stacked: tuple[bool, ...]  # of the inputs; the others are shared by all rows
     count: int  # rows that are read afterwards; the rest are copies, so that the replicas divide the stack
-    worth: float = 0.0  # what one row costs to repeat: bytes that could be sent in the same time
+    worth: float = 0.0  # seconds that one row takes
     joined: bool = False  # rows have a dimension of their own in the program, of size 1: leaves were stacks already
     slots: tuple[int | None, ...] = ()  # the row in each slot of the stack; None: a copy, not to be computed with
     busiest: int = 0  # the first slot of the replica that has most to do, with all stacks

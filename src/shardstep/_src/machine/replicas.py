@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.sharding import Mesh
 
+from ..core import compat
 from ..core.backend import Backend
 from ..core.errors import ShardstepError
 from ..core.layout import Axis
@@ -103,6 +104,8 @@ def _backend(devices: Sequence[Any], machine: str | None) -> Backend:
         # What ring_scatter.py says was measured with every replica in a process of its own.
         message_bytes=_MESSAGE_BYTES if on_cpu and processes == len(devices) else 0,
         outermost=on_cpu,
+        merges=summed_on == "cpu" and compat.CPU_DROPS_BARRIERS,
+        indexes=summed_on == "cpu",
         in_memory=on_cpu and processes == 1,
     )
 

@@ -21,7 +21,7 @@ from .torus_order import first_axis, spread
 
 
 def choose_weights(weights: str, options: Options, platform: str) -> tuple[str, str]:
-    """How weights are kept at rest, and why."""
+    """How weights are kept at rest, and why. Where that is open: what suits the platform (see `weights.py`)."""
     if options.gather_dtype is not None and weights != "sharded":
         if weights == "replicated":
             raise ShardstepError(
@@ -35,7 +35,7 @@ def choose_weights(weights: str, options: Options, platform: str) -> tuple[str, 
     return _AUTO[platform] if weights == "auto" else (weights, "as asked")
 
 
-# What "auto" means, by measurement.
+# What "auto" means where both ways are predicted to take about as long, by measurement.
 # GPU: benchmarks/gpu_replica.py, H200, bf16 compute. A 1.3B transformer, one replica of 8: 45.2 ms/step sharded, 44.2
 # replicated, but 5.0 GB sent against 7.1 and 2.0 GB of state against 6.6; of 64: 41.1 ms against 43.0. Six 8192x8192
 # weights: 1.23 ms against 1.69.

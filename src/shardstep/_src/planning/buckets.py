@@ -1,8 +1,9 @@
 """Small tensors travel together.
 
 A collective costs a fixed time however little it moves, so transfers that make the same moves are bundled: at most
-`bucket_bytes` in one collective, one dtype on the wire. Larger tensors travel alone: packing them would copy them, and
-the compiler can overlap them with the backward pass one by one.
+`bucket_bytes` in one collective, one dtype on the wire. A tensor travels alone if copying it into a bucket and out
+again takes longer than starting a message of its own; so do large ones, which the compiler can overlap with the
+backward pass.
 
 `fuse` is a pass over a finished schedule, so the plan says what is run. A transfer may be made at any place between
 where its value is made and where it is first read. A bundle stands where the first of its members is read; members are
@@ -20,20 +21,40 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..core.layout import Axis, Layout, Replicated, Split
+from ..core.layout import Array, Axis, Layout, Replicated, Split, block_shape
 from ..core.moves import Move, wire_dtype
 from ..core.program import Var
 from ..core.schedule import Bundle, Schedule, Transfer
+from ..machine.links import sent_time
+from ..machine.topology import Topology
 from .message_depth import by_depth
 
+# The largest buckets, unless asked otherwise: beyond that a message is long enough to be overlapped by itself.
 # CPU: measured with benchmarks/buckets.py; tensors of 64 KiB gain 1.4x by packing, tensors of 256 KiB lose.
-# GPU: reckoned, not measured: a collective starts in about 20 us, in which 4 MiB are copied there and back at 2 TB/s.
-# TPU: reckoned likewise, from a few us for each collective.
+# GPU, TPU: not measured.
 BUCKET_BYTES = {"cpu": 256 * 1024, "gpu": 4 * 1024 * 1024, "tpu": 1024 * 1024}
 
 
-def bucket_bytes(asked: int | None, platform: str) -> int:
-    return BUCKET_BYTES[platform] if asked is None else asked
+@dataclass(frozen=True)
+class Limits:
+    """Which tensors travel together."""
+
+    bytes: int  # in one bucket, and so of one tensor; 0: each travels alone
+    machine: Topology | None = None  # where copies and messages are compared; None: whatever fits is packed
+
+    @classmethod
+    def of(cls, asked: int | None, machine: Topology) -> Limits:
+        """What was asked for is done."""
+        return cls(BUCKET_BYTES[machine.platform], machine) if asked is None else cls(asked)
+
+    def pays(self, transfer: Transfer, moves: Sequence[Move], axes: tuple[Axis, ...]) -> bool:
+        """Is it copied, as it is sent and as it arrives, in less time than a message of its own takes to start?"""
+        if self.machine is None:
+            return True
+        array, rings = transfer.array, self.machine.rings
+        blocks = (Array(block_shape(array.shape, f, axes), array.dtype) for f in (transfer.source, transfer.target))
+        copying = 2 * sum(block.nbytes for block in blocks) / self.machine.chip.memory
+        return copying < sum(sent_time(m.kind, 0.0, *(rings[k] for k in m.axes)) for m in moves)
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,30 +70,30 @@ class _Waiting:
         return self.transfer.array.nbytes
 
 
-def fuse(schedule: Schedule, limit: int, in_order: bool = False) -> Schedule:
-    """The same schedule with transfers of at most `limit` bytes bundled, in bodies too. `in_order`: its own order is
+def fuse(schedule: Schedule, limits: Limits, in_order: bool = False) -> Schedule:
+    """The same schedule with small transfers bundled, in bodies too. `in_order`: its own order is
     kept, even if another one would fill buckets better.
     """
-    if not limit:
+    if not limits.bytes:
         return schedule
 
     def small(t: Transfer) -> bool:
-        return t.array.nbytes <= limit and _kind(t, schedule.axes) is not None
+        return t.array.nbytes <= limits.bytes and _kind(t, schedule.axes, limits) is not None
 
-    as_it_is, could_be_fewer = _bundled(schedule, limit)
+    as_it_is, could_be_fewer = _bundled(schedule, limits)
     if in_order or not could_be_fewer:
         return as_it_is
-    return min(as_it_is, _bundled(by_depth(schedule, small), limit)[0], key=_bundles)
+    return min(as_it_is, _bundled(by_depth(schedule, small), limits)[0], key=_bundles)
 
 
 def _bundles(schedule: Schedule) -> int:
     return sum(map(len, schedule.transfers))
 
 
-def _bundled(schedule: Schedule, limit: int) -> tuple[Schedule, bool]:
+def _bundled(schedule: Schedule, limits: Limits) -> tuple[Schedule, bool]:
     """The schedule in its own order, bundled; and whether fewer buckets would hold as much, were they filled better."""
     steps = tuple(
-        step._replace(bodies=tuple(fuse(body, limit) for body in step.bodies)) if step.bodies else step
+        step._replace(bodies=tuple(fuse(body, limits) for body in step.bodies)) if step.bodies else step
         for step in schedule.steps
     )
     waiting: dict[Any, list[_Waiting]] = {}
@@ -83,7 +104,7 @@ def _bundled(schedule: Schedule, limit: int) -> tuple[Schedule, bool]:
         for bundle in bundles:
             for t in bundle:
                 since = ready.get((t.var, t.source), 0)
-                if since <= place and t.array.nbytes <= limit and (kind := _kind(t, schedule.axes)):
+                if since <= place and t.array.nbytes <= limits.bytes and (kind := _kind(t, schedule.axes, limits)):
                     waiting.setdefault(kind, []).append(_Waiting(t, since, place))
                 else:
                     placed[place].append((t,))
@@ -91,8 +112,8 @@ def _bundled(schedule: Schedule, limit: int) -> tuple[Schedule, bool]:
     shared: list[list[Bundle]] = [[] for _ in placed]
     could_be_fewer = False
     for alike in waiting.values():
-        buckets = list(_buckets(alike, limit))
-        could_be_fewer |= (len(buckets) - 1) * limit >= sum(w.nbytes for w in alike)
+        buckets = list(_buckets(alike, limits.bytes))
+        could_be_fewer |= (len(buckets) - 1) * limits.bytes >= sum(w.nbytes for w in alike)
         for members in buckets:
             shared[min(w.needed for w in members)].append(tuple(w.transfer for w in members))
     transfers = tuple((*first, *then) for first, then in zip(shared, placed, strict=True))
@@ -108,13 +129,13 @@ def _made(schedule: Schedule) -> dict[tuple[Var, Layout], int]:
     }
 
 
-def _kind(transfer: Transfer, axes: tuple[Axis, ...]) -> Any:
+def _kind(transfer: Transfer, axes: tuple[Axis, ...], limits: Limits) -> Any:
     """Equal for transfers that can share their collectives; None for one that travels alone, or not at all."""
     dtype = transfer.array.dtype
     steps = list(transfer.moves(axes))
     if not transfer.array.size or not all(map(_packs, steps)) or all(m.kind == "local" for m in steps):
         return None
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key) or not limits.pays(transfer, steps, axes):
         return None
     whole = tuple(isinstance(p, Replicated) for p in transfer.source + transfer.target)
     return whole, tuple((m.kind, m.axes, m.op, str(m.wire or wire_dtype(m, dtype, m.over(axes)))) for m in steps)

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from ..core import compat
 from ..core.layout import Array, Layout, Replicated, Split, block_shape
-from ..core.program import Atom, Equation, Var
+from ..core.program import Atom, Equation, Literal, Var
 from ..core.schedule import Ruling, Schedule, Step, Transfer
 from .flops import flops, multiplies
 
@@ -124,6 +124,36 @@ class _Facts(NamedTuple):
     product: Product | None
 
 
+class Merged:
+    """What a compiler that drops barriers makes once, though the program says twice: a rematerialised block is the
+    forward pass again, value for value.
+    """
+
+    def __init__(self) -> None:
+        self.first: dict[Atom, Atom] = {}  # what a value is the same as
+        self.made: dict[Any, tuple[Atom, ...]] = {}
+
+    def with_earlier(self, step: Step) -> tuple[Atom, ...]:
+        """The values that the results of an equation are the same as; none, if they are new."""
+        equation, ruling = step.equation, step.ruling
+        atoms = tuple(self.first.get(a, a) for a in equation.inputs)
+        if equation.primitive is _BARRIER:
+            found: tuple[Atom, ...] = atoms
+        elif equation.bodies or equation.effects:
+            return ()
+        else:
+            read = tuple(str(a.value) if isinstance(a, Literal) else a for a in atoms)
+            params = tuple(sorted(equation.params.items()))
+            try:
+                found = self.made.setdefault((equation.primitive, params, read, ruling.operands), equation.outputs)
+            except TypeError:  # parameters that cannot be compared
+                return ()
+        if found is equation.outputs:
+            return ()
+        self.first.update(zip(equation.outputs, found, strict=True))
+        return found
+
+
 class _Walk:
     """One pass over a schedule."""
 
@@ -136,6 +166,10 @@ class _Walk:
         self.inside: list[Inside] = []
         self.sizes: dict[tuple[Array, Layout], int] = {}
         self.facts: dict[Ruling, _Facts] = {}
+        self.indexes = any(axis.backend.indexes for axis in schedule.axes)
+        merges = any(axis.backend.merges for axis in schedule.axes)
+        again = merges and any(e.primitive is _BARRIER for e in schedule.program.equations)
+        self.merged = Merged() if again else None
 
     def run(self, carried: Mapping[int, int] | None, hosted: Mapping[int, int]) -> Buffers:
         schedule, program = self.schedule, self.schedule.program
@@ -188,7 +222,7 @@ class _Walk:
     def transfer(self, t: Transfer, place: int) -> None:
         """What a collective makes smaller is made smaller at once: no memory is kept for what is not needed."""
         source = self.find(t.var, t.source)
-        if source is None:
+        if source is None or (self.merged and any(held == t.target for held, _ in self.values[t.var])):
             return
         nbytes = self.size(t.var.array, t.target)
         sent = any(a != b and not isinstance(a, Replicated) for a, b in zip(t.source, t.target, strict=True))
@@ -210,6 +244,10 @@ class _Walk:
 
     def step(self, step: Step, place: int) -> None:
         equation, ruling = step.equation, step.ruling
+        if self.merged and (earlier := self.merged.with_earlier(step)):
+            same = zip(equation.outputs, earlier, strict=True)
+            self.values.update((var, self.values[a]) for var, a in same if a in self.values)
+            return
         read = [self.find(a, f) for a, f in zip(equation.inputs, ruling.operands, strict=True)]
         facts = self.facts.get(ruling)
         if facts is None:
@@ -229,6 +267,8 @@ class _Walk:
         use = Use(place, kind, product is not None, bool(step.bodies), results[0] if results else None)
         for buffer in operands:
             buffer.uses.append(use)
+        if self.indexes and equation.primitive is _POOLED:
+            self.made.append(Buffer(self.indices(step), place, Kind.OPAQUE))
         if step.bodies:
             for result in results:
                 result.by_loop = True
@@ -241,6 +281,15 @@ class _Walk:
         nbytes = tuple(_held(block, width) for block in step.ruling.blocks)
         cheap = kind is Kind.FUSED and primitive not in _EXPENSIVE
         return _Facts(kind, nbytes, cheap, self.product(step) if multiplies(primitive) else None)
+
+    def indices(self, step: Step) -> int:
+        """Bytes of indices: of every element along each dimension, then twice of the largest one of each window."""
+        (chosen, whole), layouts = (a.array for a in step.equation.inputs), step.operands
+        sizes = [
+            math.prod(block_shape(a.shape, f, self.schedule.axes))
+            for a, f in zip((chosen, whole), layouts, strict=False)
+        ]
+        return 4 * whole.ndim * (sizes[1] + 2 * sizes[0])
 
     def product(self, step: Step) -> Product:
         equation, ruling = step.equation, step.ruling
@@ -289,7 +338,9 @@ def _carried(equation: Equation) -> list[Mapping[int, int] | None]:
 
 
 _P = compat.primitives
-_SCAN, _WHILE = compat.primitive("scan"), compat.primitive("while")
+_SCAN, _WHILE, _BARRIER, _POOLED = map(
+    compat.primitive, ("scan", "while", "optimization_barrier", "select_and_scatter_add")
+)
 
 _KINDS = {
     **dict.fromkeys(

@@ -16,9 +16,9 @@ from ..core.schedule import Schedule
 from ..core.user_shardings import Kept, alike
 from ..machine.replicas import Replicas
 from . import engines, host_memory, ownership, summed_whole, visits
+from . import weights as weights_at_rest
 from .at_rest import ROOM, WHY_WHOLE, Policy, Taken, choose_weights, layout_at_rest, pads_state, take_turns
-from .buckets import bucket_bytes, fuse
-from .formatting import duration, size
+from .buckets import Limits, fuse
 from .plan import Owned
 from .precision import lossy, travel_in, wire_notes
 from .problem import Attempt, Problem
@@ -87,7 +87,7 @@ def _decided(problem: Problem, weights: str) -> Decided:
         variants.append(_Variant.of("owned", replace(problem, captured=stacked), weights))
     best = min(variants, key=_Variant.rank)
     if _may_split_inside(problem) and ownership.waits(best.attempt.schedule, variants[0].attempt.schedule, replicas):
-        memo = Memo(problem.memo.kinds, problem.memo.sums_at_once, worth=ownership.inside(replicas))
+        memo = Memo(problem.memo.kinds, ownership.price_inside(replicas), problem.memo.sums_at_once)
         inside = [_Variant.of(ownership.INSIDE, replace(problem, memo=memo), weights)]
         if stacked is not captured and ownership.alone(stacked, problem.unsharded):
             owning = replace(problem, captured=stacked, memo=memo)
@@ -134,14 +134,14 @@ class _Variant:
 
 
 def _chosen(problem: Problem, weights: str) -> Attempt:
-    """The step with its weights at rest as asked, or as the platform and the bytes on the wire suggest."""
+    """The step with its weights at rest as asked, or in the way that is predicted to be fastest of those that fit."""
     options, replicas = problem.options, problem.replicas
     chosen = _attempt(problem, *choose_weights(weights, options, replicas.topology.platform))
     once = options.layers == "once" or (weights == "auto" and problem.memory is not None and options.layers is None)
     if once and chosen.weights == "sharded" and _gathers_layers(chosen.schedule):
         chosen = _gathered_once(chosen, options.layers == "once")
     if weights == "auto" and options.gather_dtype is None and options.wire is None:
-        chosen = _reconsidered(problem, chosen)
+        chosen = weights_at_rest.reconsidered(chosen, functools.partial(_attempt, problem))
     return chosen
 
 
@@ -156,36 +156,6 @@ def _gathered_once(chosen: Attempt, asked: bool) -> Attempt:
 def _gathers_layers(schedule: Schedule) -> bool:
     """Does a loop gather in its iterations?"""
     return any(c.kind == "all-gather" and c.loop and c.times > 1 for c in schedule.collectives)
-
-
-def _reconsidered(problem: Problem, chosen: Attempt) -> Attempt:
-    """What "auto" takes, given the layout that suits the platform: another, if that sends less or is what fits."""
-    if chosen.fits and not _is_doubtful(chosen, problem.baseline):
-        return chosen
-    instead, why, margin = _INSTEAD[chosen.weights]
-    other = _attempt(problem, instead, why)
-    if chosen.fits and other.sent >= margin * chosen.sent:
-        return chosen
-    if chosen.fits and other.fits:
-        return other if other.seconds <= chosen.seconds or instead == "sharded" else _noting(chosen, _slower(other))
-    if chosen.fits:
-        return _noting(chosen, _larger(other))
-    if other.peak >= chosen.peak:
-        return _noting(chosen, _larger(other))
-    return replace(other, why_weights=_larger(chosen))
-
-
-def _noting(chosen: Attempt, why_not: str) -> Attempt:
-    return replace(chosen, why_weights=f"{chosen.why_weights}; {why_not}")
-
-
-def _larger(other: Attempt) -> str:
-    limit = size(other.problem.memory or 0)
-    return f"memory: {other.weights} weights would need {size(other.peak)} of {limit} per device"
-
-
-def _slower(other: Attempt) -> str:
-    return f"{other.weights} weights would send less, but the step is predicted to take {duration(other.seconds)}"
 
 
 def _attempt(problem: Problem, weights: str, why_weights: str) -> Attempt:
@@ -214,7 +184,8 @@ def _attempt(problem: Problem, weights: str, why_weights: str) -> Attempt:
     other = under(replace(policy, visits=True))
     if other.seconds >= visits.WORTH * found.seconds or other.fits < found.fits:
         return found
-    return _noting(other, visits.why(other.schedule, other.seconds, found.seconds))
+    why = visits.why(other.schedule, other.seconds, found.seconds)
+    return replace(other, why_weights=f"{other.why_weights}; {why}")
 
 
 def _summed_anyway(found: Attempt) -> summed_whole.Summed:
@@ -243,8 +214,8 @@ def _scheduled(problem: Problem, policy: Policy) -> tuple[Schedule, tuple[str, .
         updating = role == "frozen" and uses[var] > 1 and i not in problem.unsharded.met_batch
         taken = Taken(captured.kept[i], problem.sliced.get(i, frozenset()))
         resting.append(layout_at_rest(var.array, "auxiliary" if updating else role, replicas, policy, taken))
-    alone = bucket_bytes(options.bucket_bytes, replicas.topology.platform)
-    resting = take_turns(captured, replicas, problem.roles, resting, alone, problem.sliced)
+    limits = Limits.of(options.bucket_bytes, replicas.topology)
+    resting = take_turns(captured, replicas, problem.roles, resting, limits.bytes, problem.sliced)
     examples = examples_of(captured, axes)
     inputs = [examples.get(i, layout) for i, (layout, _) in enumerate(resting)]
     outputs: list[Layout | None] = [None] * len(program.outputs)
@@ -256,7 +227,7 @@ def _scheduled(problem: Problem, policy: Policy) -> tuple[Schedule, tuple[str, .
     passes.leave(f"at rest (weights {policy.weights})", dict(zip(captured.paths, shown, strict=True)))
     decided = passes.leave("propagation", schedule(program, axes, boundary, problem.memo))
     decided = passes.leave("precision", travel_in(decided, options))
-    decided = fuse(decided, alone, in_order=bool(problem.why_hosted))
+    decided = fuse(decided, limits, in_order=bool(problem.why_hosted))
     return passes.leave("buckets", decided), _with_updates(captured, decided, reasons)
 
 
@@ -340,17 +311,3 @@ def _question(problem: Problem, chosen: Attempt, shares: bool) -> engines.Questi
         owned=ownership.saved(decided, problem.baseline, replicas),
         asks=beyond_xla(problem.options),
     )
-
-
-def _is_doubtful(chosen: Attempt, baseline: Schedule) -> bool:
-    """Might weights that are laid out otherwise send less?"""
-    if chosen.weights == "sharded":
-        return chosen.sent > engines.ENOUGH * engines.sent(baseline)
-    return visits.may_pay(chosen.schedule) or any(step.ruling.visit for step in chosen.schedule.steps)
-
-
-# What "auto" takes instead, why, and how much less that must send.
-_INSTEAD = {
-    "sharded": ("replicated", "to gather them in the step would send more", 1.0),
-    "replicated": ("sharded", "the examples are few and go to tables and weights, which then do not move", 0.5),
-}

@@ -10,22 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..capture.stacking import Stacking, stack
 from ..capture.step import Captured
 from ..capture.update_pieces import Barred, Found, find
 from ..core import compat, passes
-from ..core.layout import Array, block_shape
 from ..core.pieces import STACKED, Piece
 from ..core.program import Equation, Program
 from ..core.schedule import Schedule, Step
 from ..machine.replicas import Replicas
 from .costs import wire_time
-from .flops import flops, program_flops
+from .flops import program_flops
 from .formatting import duration
 from .plan import Owned
-from .propagation.inside import Worth
+from .propagation.price import Price, slowest, work
 from .rows import rows_of
 
 _COND, _DOT = compat.primitive("cond"), compat.primitive("dot_general")
@@ -38,10 +37,10 @@ def stacked(captured: Captured, unsharded: Schedule, replicas: Replicas) -> Capt
     """
     if replicas.count == 1 or any(captured.kept):
         return captured
-    rate, peak = _rate(replicas), replicas.topology.chip.peak
+    peak = replicas.topology.chip.peak
 
     def worth(program: Program) -> float:
-        return program_flops(program) / peak.of(program.outputs[0].array.dtype) * rate
+        return program_flops(program) / peak.of(program.outputs[0].array.dtype)
 
     program = stack(captured.program, Stacking(_barred(unsharded), replicas.count, worth, rows_of))
     if program is captured.program:
@@ -49,14 +48,9 @@ def stacked(captured: Captured, unsharded: Schedule, replicas: Replicas) -> Capt
     return replace(captured, program=passes.leave("stacking", program))
 
 
-def inside(replicas: Replicas) -> Worth:
-    """What a product costs that no examples take part in, see `propagation/inside.py`."""
-    rate, peak = _rate(replicas), replicas.topology.chip.peak
-
-    def worth(params: Any, inputs: Sequence[Array], outputs: Sequence[Array]) -> float:
-        return flops(_DOT, params, inputs, outputs) / peak.of(inputs[0].dtype) * rate
-
-    return worth
+def price_inside(replicas: Replicas) -> Price:
+    """What decisions cost where products of state may be split, see `propagation/inside.py`."""
+    return Price.of(replicas.topology.rings, replicas.topology.chip.peak)
 
 
 def waits(best: Schedule, repeated: Schedule, replicas: Replicas) -> bool:
@@ -72,11 +66,6 @@ WORTH_MORE_BYTES = 0.7  # of the predicted seconds: what sends more than the rep
 def _barred(unsharded: Schedule) -> Barred:
     examples = _over_examples(unsharded)
     return lambda equation: equation in examples or _is_tied_down(equation)
-
-
-def _rate(replicas: Replicas) -> float:
-    """Bytes a second over the slowest links between replicas."""
-    return min(ring.rate for ring in replicas.topology.rings if ring.size > 1)
 
 
 def _over_examples(schedule: Schedule) -> set[Equation]:
@@ -115,7 +104,11 @@ def saved(schedule: Schedule, baseline: Schedule, replicas: Replicas) -> float:
     """What it would cost if every replica did all of the update's work: bytes that could be sent in the same time."""
     if replicas.count == 1:
         return 0.0
-    return max(_products(baseline, replicas) - _products(schedule, replicas), 0.0) * _rate(replicas)
+    return max(_products(baseline, replicas) - _products(schedule, replicas), 0.0) * slowest(replicas.topology.rings)
+
+
+def _products(schedule: Schedule, replicas: Replicas) -> float:
+    return work(schedule, replicas.topology.chip.peak)
 
 
 INSIDE, OWNED_OR_INSIDE = "split inside", "owned or split inside"
@@ -179,26 +172,3 @@ def _stacks(schedule: Schedule) -> Iterator[Step]:
             yield step
         for body in step.bodies:
             yield from _stacks(body)
-
-
-def _inside(step: Step, bodies: Sequence[float]) -> float:
-    """Of a loop as often as it runs, of branches the most expensive."""
-    if step.equation.primitive is _COND:
-        return max(bodies)
-    return sum(t * cost for cost, t in zip(bodies, step.times, strict=True))
-
-
-def _products(schedule: Schedule, replicas: Replicas) -> float:
-    total = 0.0
-    for step in schedule.steps:
-        inside = _inside(step, [_products(body, replicas) for body in step.bodies])
-        if step.ruling.over_examples:
-            total += inside
-            continue
-        arrays = [
-            Array(block_shape(a.array.shape, layout, schedule.axes), a.array.dtype)
-            for a, layout in zip(step.equation.inputs, step.operands, strict=True)
-        ]
-        done = flops(step.equation.primitive, step.ruling.params, arrays, step.ruling.blocks)
-        total += inside + (done / replicas.topology.chip.peak.of(step.ruling.blocks[0].dtype) if done else 0.0)
-    return total

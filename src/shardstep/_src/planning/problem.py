@@ -22,6 +22,7 @@ from .estimate import Estimate, estimate
 from .host_memory import hosted, leaf_by_leaf
 from .precision import check_order
 from .propagation.memo import Memo
+from .propagation.price import Price
 from .roles import check_outputs, roles_of, walk_unsharded
 from .sliced import sliced_dims
 
@@ -54,7 +55,7 @@ class Problem:
         together = (joined(replicas.axes),)
         baseline = replicated(captured, together, memo)
         shared = together == replicas.axes and not options.deterministic
-        known = memo if shared else Memo(memo.kinds, sums_at_once=options.deterministic)
+        known = memo if shared else Memo(memo.kinds, Price.of(replicas.topology.rings), options.deterministic)
         sliced = sliced_dims(captured.program, captured.state)
         memory = memory_limit(replicas, options.memory, options.topology)
         return cls(captured, replicas, options, unsharded, roles, small, sliced, baseline, known, memory)
@@ -62,14 +63,15 @@ class Problem:
     def hosting(self, why: str) -> Problem:
         """The same with optimizer state in host memory, updated leaf by leaf."""
         program = passes.leave("leaf by leaf", leaf_by_leaf(self.captured, self.roles, self.small))
-        found = Problem.of(replace(self.captured, program=program), self.replicas, self.options, Memo(self.memo.kinds))
+        memo = Memo(self.memo.kinds, Price.together(self.replicas.topology.rings))
+        found = Problem.of(replace(self.captured, program=program), self.replicas, self.options, memo)
         return replace(found, why_hosted=why)
 
     def gathering_once(self) -> Problem:
         """The same with scanned layers gathered in front of their loops, in the dtype in which they are read."""
         program = passes.leave("casts in front", casts_in_front(self.captured.program))
         captured = replace(self.captured, program=program)
-        memo = Memo(self.memo.kinds, self.memo.sums_at_once, gathers_once=True, worth=self.memo.worth)
+        memo = Memo(self.memo.kinds, self.memo.price, self.memo.sums_at_once, gathers_once=True)
         return replace(self, captured=captured, memo=memo)
 
     @property

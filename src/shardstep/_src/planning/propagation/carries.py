@@ -48,6 +48,8 @@ class Walk(Protocol):
 
     def price(self, atom: Atom, target: Layout) -> float: ...
 
+    def seconds(self, body: Schedule) -> float: ...
+
     def body(self, program: Program, boundary: Boundary) -> Schedule: ...
 
 
@@ -88,8 +90,8 @@ class Loop:
     def settle(self) -> tuple[list[Layout], Schedule]:
         """The carry layouts that the body keeps, and the body scheduled for them.
 
-        The least ones; unless what they communicate in all iterations is more than having every carry whole would cost
-        (an iteration over whole matrices, say).
+        The least ones; unless what they communicate in all iterations takes longer than to have every carry whole (an
+        iteration over whole matrices, say), with the work that all replicas then repeat where that is priced.
         """
         least = self._fixpoint(set())
         if not least[1].collectives:
@@ -97,12 +99,12 @@ class Loop:
         all_whole = self.whole()
         times = self.equation.params.get("length", 1)
 
-        def moved(found: tuple[list[Layout], Schedule]) -> float:
+        def seconds(found: tuple[list[Layout], Schedule]) -> float:
             carry, inside = found
             entering = (self.walk.price(a, layout) for a, layout in zip(self.init, carry, strict=True))
-            return sum(entering) + times * sum(c.total for c in inside.collectives)
+            return sum(entering) + times * self.walk.seconds(inside)
 
-        return all_whole if moved(all_whole) < moved(least) else least
+        return all_whole if seconds(all_whole) < _SHORTER * seconds(least) else least
 
     def whole(self) -> tuple[list[Layout], Schedule]:
         """The same with every carry whole."""
@@ -155,6 +157,7 @@ class Loop:
         return layout
 
 
+_SHORTER = 1 - 1e-9  # what takes as long, sums of floats apart, is no reason to have anything whole
 _WORTH_A_MESSAGE = 16 * 1024  # bytes
 
 

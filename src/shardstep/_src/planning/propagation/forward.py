@@ -4,7 +4,7 @@ Two forward walks and one backward walk over the flat program, on placements alo
 
   1. forward:  each equation's rule says what its operands must be and what its results are;
   2. backward: each value learns what its readers will want of it (`Preference`);
-  3. forward again, now choosing among right answers the one that moves the fewest bytes, now and later.
+  3. forward again, now choosing among right answers the one that takes the least time, now and later (`price.py`).
 
 The third walk is the schedule that `interpreter.py` runs. Because preferences are known, a gradient is reduced once,
 straight into the split its optimizer state has; a random mask is drawn slice by slice; a weight is gathered where it
@@ -178,7 +178,7 @@ class Forward(Values):
         conversions = []
         for i, (atom, layout) in enumerate(zip(equation.inputs, ruling.operands, strict=True)):
             if atom in forms and layout not in forms[atom].materialized:
-                source = forms[atom].source(layout, atom.array, self.axes)
+                source = forms[atom].source(layout, atom.array, self.axes, self.memo.price)
                 forms[atom] = self.memo.added(forms[atom], layout)
                 conversions.append(Conversion(i, source, layout, forms[atom]))
         results = tuple(
@@ -237,8 +237,10 @@ class Forward(Values):
             for i, a in enumerate(equation.inputs)
         ]
         held = [self.usable(a, k) for a in equation.inputs]
-        worth = self.memo.worth if inside.is_product_of_state(site, held) else None
-        if worth is not None:
+        price = self.memo.price
+        byte = price.wire(1.0, k)
+        works = price.peak is not None and inside.is_product_of_state(site, held)
+        if works:
             options = [inside.more_splits(o, x, site.n) for o, x in zip(options, site.inputs, strict=True)]
         if all(o == [REPLICATED] for o in options) and not any(site.wants) and not speaks_of_replicas(site.primitive):
             return replicate(site)
@@ -258,9 +260,10 @@ class Forward(Values):
                 preference.future(placement, array, axis)
                 for preference, placement, array in zip(preferences, decision.results, site.outputs, strict=True)
             )
-            moved += 0.0 if worth is None else inside.work(site, decision, worth)
+            seconds = moved * byte + repeated(site, decision)
+            seconds += inside.work(site, decision, price) if works else 0.0
             shares = any(map(is_batch, decision.results))
-            return yields(decision), moved + repeated(site, decision), work(site, decision), not shares
+            return yields(decision), seconds, work(site, decision), not shares
 
         def in_vain(decision: Decision) -> bool:
             """A loop gathers a table once for all iterations; a sum is reduced for the sake of its other terms too."""

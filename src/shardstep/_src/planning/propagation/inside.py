@@ -3,23 +3,20 @@
     gram = x x'       x split along the dimension that is summed: each replica has a term, and all add them up
     x gram            gram whole, x split along the other one: each replica makes its part
 
-Bytes on the wire do not tell which is better: repeating a product sends nothing. Here its work is a cost, too.
+The wire does not tell which is better: repeating a product sends nothing. Here its work is a cost, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from ...core import compat
 from ...core.layout import REPLICATED, VARYING, Array, Placement, Split, divides, is_batch
 from ...rules import Decision, Site
+from .price import Price
 from .rule_queries import localise
 
 _DOT = compat.primitive("dot_general")
-
-# what it costs to multiply these arrays: bytes that could be sent in the same time
-Worth = Callable[[Any, Sequence[Array], Sequence[Array]], float]
 
 
 def is_product_of_state(site: Site, held: Sequence[Sequence[Placement]]) -> bool:
@@ -34,7 +31,7 @@ def more_splits(options: Sequence[Placement], array: Array, n: int) -> list[Plac
     return list(dict.fromkeys((*options, *even, REPLICATED)))
 
 
-def work(site: Site, decision: Decision, worth: Worth) -> float:
-    """Of one replica."""
+def work(site: Site, decision: Decision, price: Price) -> float:
+    """Seconds of one replica."""
     local = localise(site, decision)
-    return worth(local.params, local.inputs, local.outputs)
+    return price.product(_DOT, local.params, local.inputs, local.outputs)

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from ...core.layout import Array, Axis, Layout, Partial, Varying, origins
-from ...core.moves import layout_cost
 from ...core.program import Kinds
 from ...core.schedule import Preference, Ruling, Schedule
+from .price import Price
 
 MemoKey = tuple[Any, ...]
 Found = TypeVar("Found")
@@ -54,14 +54,14 @@ class Forms:
         reduced = tuple(f for f in self.visible if not any(isinstance(p, Partial) for p in f))
         return reduced or self.visible
 
-    def source(self, target: Layout, array: Array, axes: tuple[Axis, ...]) -> Layout:
+    def source(self, target: Layout, array: Array, axes: tuple[Axis, ...], price: Price) -> Layout:
         """The layout in memory from which `target` is cheapest."""
         if target in self.materialized:
             return target
         if len(self.materialized) == 1:
             return self.materialized[0]
         shared = [f for f in self.materialized if _varies(target) or not _varies(f)]
-        return min(shared or self.materialized, key=lambda f: layout_cost(f, target, array, axes))
+        return min(shared or self.materialized, key=lambda f: price.move(f, target, array, axes))
 
 
 def _varies(layout: Layout) -> bool:
@@ -111,11 +111,15 @@ class Memo:
     """
 
     def __init__(
-        self, kinds: Kinds | None = None, sums_at_once: bool = False, gathers_once: bool = False, worth: Any = None
+        self,
+        kinds: Kinds | None = None,
+        price: Price | None = None,
+        sums_at_once: bool = False,
+        gathers_once: bool = False,
     ) -> None:
+        self.price = Price() if price is None else price
         self.sums_at_once = sums_at_once  # readers are never shown the terms of a sum of floats
         self.gathers_once = gathers_once  # are stacks that loops slice gathered in front of them?
-        self.worth = worth  # what products of state cost (`inside.Worth`); None: only what is sent counts
         self.kinds = Kinds() if kinds is None else kinds
         self.outcomes: dict[MemoKey, Outcome] = {}  # of the forward walk
         self.requests: dict[MemoKey, tuple[tuple[int, Preferences], ...]] = {}  # of the backward walk, by operand

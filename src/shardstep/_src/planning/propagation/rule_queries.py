@@ -103,7 +103,7 @@ def work(site: Site, decision: Decision) -> float:
 
 
 def repeated(site: Site, decision: Decision) -> float:
-    """What a stack of equal work costs per replica, in bytes that could be sent in the same time."""
+    """Seconds per replica for a stack of equal work."""
     if site.primitive is not STACKED:
         return 0.0
     owned = any(isinstance(p, Split) for p in decision.operands)

@@ -19,9 +19,8 @@ from ...core.layout import (
     put,
     whole,
 )
-from ...core.moves import layout_cost
 from ...core.program import Atom, Literal, Var
-from ...core.schedule import NO_PREFERENCE, Bundle, Preference, Transfer
+from ...core.schedule import NO_PREFERENCE, Bundle, Preference, Schedule, Transfer
 from .memo import Forms, Memo, Preferences
 
 
@@ -88,7 +87,7 @@ class Values:
             if reduced != target:
                 self.hold(atom, reduced)
             forms = self.forms[atom]
-            source = forms.source(target, atom.array, self.axes)
+            source = forms.source(target, atom.array, self.axes, self.memo.price)
             self.convert(atom, source, target, self.memo.added(forms, target))
         return target
 
@@ -98,11 +97,15 @@ class Values:
         self.forms[atom] = forms
 
     def price(self, atom: Atom, target: Layout) -> float:
-        """Bytes on the wire to hold a value in this layout."""
+        """Seconds on the wire to hold a value in this layout."""
         if isinstance(atom, Literal):
             return 0.0
-        forms = self.forms[atom]
-        return layout_cost(forms.source(target, atom.array, self.axes), target, atom.array, self.axes)
+        array, price = atom.array, self.memo.price
+        return price.move(self.forms[atom].source(target, array, self.axes, price), target, array, self.axes)
+
+    def seconds(self, body: Schedule) -> float:
+        """Of a body, once: on the wire, and in work on state where that is priced."""
+        return self.memo.price.schedule(body)
 
     def moved_so_far(self) -> tuple[Bundle, ...]:
         moved, self.moved = tuple(self.moved), []
