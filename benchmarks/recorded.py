@@ -89,6 +89,7 @@ SCRIPTS = {
     "torch": ("against_torch", "jax_worker", "torch_worker", "turns"),
     "wire": ("against_torch", "jax_worker", "turns"),
     "tpu_aot": ("tpu_aot",),
+    "tpu_muon": ("tpu_muon", "tpu_aot"),
     "tpu_paper": ("tpu_paper", "paper_models", "replica_mode", "tpu_aot"),
     "gpu_replica": ("gpu_replica",),
     "gpu_muon": ("gpu_muon", "gpu_replica"),
