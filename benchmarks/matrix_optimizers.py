@@ -1,11 +1,14 @@
 """Matrix optimizers on simulated devices: replicated, ZeRO-1 by hand, shardstep.
 
-    python benchmarks/matrix_optimizers.py                       # 8 simulated CPU devices
-    python benchmarks/matrix_optimizers.py --only muon --rounds 5
+    python benchmarks/matrix_optimizers.py                       # 8 simulated CPU devices, into results/matrices.json
+    python benchmarks/matrix_optimizers.py --only muon soap      # these rows again
+    python benchmarks/matrix_optimizers.py --counts              # compile only: flops, LAPACK calls, bytes; keeps no rows
+    python benchmarks/matrix_optimizers.py --summary             # which goals the rows meet
 
 Six layers of two matrices, 192 x 512, few examples: almost nothing but weight update. The contenders take turns; step
 times are medians. Flops per replica are the compiler's (`cost_analysis`: a loop counts once, and factorizations that
 are calls into LAPACK not at all), for the whole step and beside what the forward and backward pass take by themselves.
+LAPACK calls are counted in matrices, of the replica that has most; a branch that another replica takes is not.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python benchmarks/tpu_muon.py                            # the cells that are missing in results/tpu_muon.json
     python benchmarks/tpu_muon.py --topology v5e:4x4 --again # these, measured or not
 
-64 weights of 1024 x 1024 in a residual network, 256 examples per replica, `optax.contrib.muon`: one matrix for each chip
-of v5p:4x4x4, four of v5e:4x4. Method, columns and what they leave out are those of `tpu_aot.py`. Two goals: update cycles
-at most 1.5/N of the replicated program's, and no all-reduce of the size of a weight.
+64 weights of 1024 x 1024 in a residual network, 256 examples per replica, `optax.contrib.muon`: one matrix for each
+chip of v5p:4x4x4, four of v5e:4x4. Method, columns and what they leave out are those of `tpu_aot.py`. Two goals: update
+cycles at most 1.5/N of the replicated program's, and no all-reduce of the size of a weight.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def main() -> None:
             row, _ = tpu_aot.compile_one(topology, "projections", "muon", variant)
             made = json.loads(json.dumps(asdict(replace(row, code=digest("tpu_muon")))))
             keep("tpu_muon", in_order([*(r for r in known.values() if place(r) != place(made)), made]))
-            print(topology, variant, f"{row.cycles_update:.0f}k of update, {row.compile_s:.0f} s to compile", flush=True)
+            print(
+                topology, variant, f"{row.cycles_update:.0f}k of update, {row.compile_s:.0f} s to compile", flush=True
+            )
     print(*goals(read("tpu_muon", RESULTS)), sep="\n")
 
 
