@@ -91,6 +91,7 @@ SCRIPTS = {
     "tpu_aot": ("tpu_aot",),
     "tpu_muon": ("tpu_muon", "tpu_aot"),
     "tpu_paper": ("tpu_paper", "paper_models", "replica_mode", "tpu_aot"),
+    "matrices": ("matrix_optimizers", "matrix_zoo"),
     "gpu_replica": ("gpu_replica",),
     "gpu_muon": ("gpu_muon", "gpu_replica"),
     "notes": (),
