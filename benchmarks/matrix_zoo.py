@@ -99,8 +99,8 @@ def _root_newton(a: jax.Array, power: float) -> jax.Array:
 def _shampoo(root: Callable[[jax.Array, float], jax.Array], every: int = 1) -> Leafwise:
     def init(w: jax.Array) -> State:
         m, n = w.shape
-        left, right = 1e-2 * jnp.eye(m), 1e-2 * jnp.eye(n)
-        return {"left": left, "right": right, "roots": (jnp.eye(m), jnp.eye(n)), "momentum": jnp.zeros_like(w)}
+        kept = {"left": 1e-2 * jnp.eye(m), "right": 1e-2 * jnp.eye(n), "momentum": jnp.zeros_like(w)}
+        return kept if every == 1 else {**kept, "roots": (jnp.eye(m), jnp.eye(n))}
 
     def update(g: jax.Array, s: State, count: jax.Array) -> tuple[jax.Array, State]:
         left, right = 0.9 * s["left"] + g @ g.T, 0.9 * s["right"] + g.T @ g
@@ -110,7 +110,8 @@ def _shampoo(root: Callable[[jax.Array, float], jax.Array], every: int = 1) -> L
 
         roots = fresh() if every == 1 else lax.cond(count % every == 0, fresh, lambda: s["roots"])
         momentum = 0.9 * s["momentum"] + roots[0] @ g @ roots[1]
-        return momentum, {"left": left, "right": right, "roots": roots, "momentum": momentum}
+        kept = {"left": left, "right": right, "momentum": momentum}
+        return momentum, kept if every == 1 else {**kept, "roots": roots}
 
     return init, update
 

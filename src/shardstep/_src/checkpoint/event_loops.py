@@ -35,7 +35,7 @@ def patient() -> Iterator[None]:
             close()
 
         loop.close = finish_and_close  # type: ignore[method-assign]
-        loop.call_soon_threadsafe = call_unless_closed  # type: ignore[method-assign]
+        loop.call_soon_threadsafe = call_unless_closed  # type: ignore[method-assign,assignment]
         return loop
 
     asyncio.new_event_loop = make_patient

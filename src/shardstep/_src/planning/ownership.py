@@ -16,6 +16,7 @@ from ..capture.stacking import Stacking, stack
 from ..capture.step import Captured
 from ..capture.update_pieces import Barred, Found, find
 from ..core import compat, passes
+from ..core.layout import Split
 from ..core.pieces import STACKED, Piece
 from ..core.program import Equation, Program
 from ..core.schedule import Schedule, Step
@@ -24,7 +25,7 @@ from .costs import wire_time
 from .flops import program_flops
 from .formatting import duration
 from .plan import Owned
-from .propagation.price import Price, slowest, work
+from .propagation.price import Price, slowest, work, work_of
 from .rows import rows_of
 
 _COND, _DOT = compat.primitive("cond"), compat.primitive("dot_general")
@@ -126,23 +127,48 @@ class Way(NamedTuple):
 def owners(ways: Sequence[Way], taken: Way, unsharded: Schedule, replicas: Replicas) -> tuple[Owned, ...]:
     """Who does what, for the plan."""
     told = ", ".join(f"{duration(way.seconds)} {way.name}" for way in ways) + " (wire and products, predicted)"
-    whole = _products(ways[0].schedule, replicas)
-    left = _products(taken.schedule, replicas) / whole if whole and taken.name == INSIDE else 1.0
+    shares = _Shares(taken.schedule, unsharded, replicas)
     stacking = [way for way in ways if way.captured is not ways[0].captured]
+    apart = find(ways[0].captured.program, _barred(unsharded)) if taken not in stacking else []
     found: dict[Owned, None] = {}
     for step in _stacks(stacking[-1].schedule) if stacking else ():
         piece: Piece = step.equation.params["piece"]
         slots = step.ruling.blocks[0].shape[0]
-        is_owned = taken in stacking and slots < len(piece.slots)
-        has = [len(rows) for rows in piece.patterns(slots)] if is_owned else [piece.count]
-        share = max(has) / piece.count if taken in stacking else left
-        line = step.equation.line
+        has, line = [piece.count], step.equation.line
+        share = 1.0
+        if taken in stacking:
+            has = [len(rows) for rows in piece.patterns(slots)] if slots < len(piece.slots) else has
+            share = max(has) / piece.count
+        elif single := next((f for f in apart if f.seed.line == line), None):
+            share = shares.of(single)
+            if piece.joined and shares.by_rows(single):  # as they rest
+                has = [round(share * piece.count)]
         entry = _entry(piece.program, piece.joined, (piece.count, share), line)
         found[replace(entry, held=(min(has), max(has)), why=told)] = None
     for single in alone((stacking or ways)[-1].captured, unsharded):
-        entry = _entry(Program(single.inputs, single.outputs, single.equations), False, (1, left), single.seed.line)
-        found[replace(entry, why=told)] = None
+        entry = _entry(Program(single.inputs, single.outputs, single.equations), False, (1, shares.of(single)), "")
+        found[replace(entry, line=single.seed.line, why=told)] = None
     return tuple(found)
+
+
+class _Shares:
+    """Of the work that the pieces of an update take, what a replica does."""
+
+    def __init__(self, taken: Schedule, unsharded: Schedule, replicas: Replicas):
+        self.replicas = replicas
+        self.taken, self.whole = ({s.equation: (s, x.axes) for s in x.steps} for x in (taken, unsharded))
+
+    def of(self, piece: Found) -> float:
+        mine, whole = (
+            sum(work_of(*steps[e], self.replicas.topology.chip.peak) for e in piece.equations if e in steps)
+            for steps in (self.taken, self.whole)
+        )
+        return min(mine / whole, 1.0) if whole else 1.0
+
+    def by_rows(self, piece: Found) -> bool:
+        """Do leaves that are stacks rest with those who own their rows?"""
+        step, _ = self.taken[piece.seed]
+        return any(isinstance(p, Split) and p.dim == 0 for layout in step.operands for p in layout)
 
 
 def alone(captured: Captured, unsharded: Schedule) -> list[Found]:

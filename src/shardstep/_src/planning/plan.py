@@ -70,7 +70,8 @@ class Owned:
 
     `count` matrices of one shape are treated alike by the code at `line`. Each replica has at least and at most `held`
     of them; several shapes are balanced, so that who has fewer of one has more of another. If every replica takes part
-    in all of it, both are `count`: each repeats it, or products are split inside. `why` has the seconds of these ways.
+    in all of it, both are `count`: each repeats it, or products are split inside and only factorizations are repeated.
+    `why` has the seconds of these ways.
     """
 
     shape: tuple[int, ...]  # of the largest matrix that enters; of the piece that `line` is in
@@ -94,7 +95,8 @@ class Owned:
         if self.repeated:
             return "repeated by every replica"
         if least == self.count:
-            return "split inside, over all replicas"
+            mostly = 2 * self.flops_after > self.flops_before
+            return "products split inside, the rest repeated" if mostly else "split inside, over all replicas"
         if least == most:
             return f"{most} per replica"
         return f"{least} or {most} per replica" if least else f"{most} on each of {self.count // most} replicas"

@@ -10,6 +10,7 @@ from ...core.errors import ShardstepError
 from ...core.layout import (
     REPLICATED,
     Array,
+    Axis,
     Layout,
     Partial,
     Placement,

@@ -154,6 +154,11 @@ class Backward:
                     for i, placement in enumerate(trial.operands):
                         if isinstance(placement, Split):
                             yield i, Preference((placement,), terms=terms)
+                else:
+                    # No split leads there, so that a split result is on its way from another: of a sum that is copied
+                    # into a stack, a split that moves again may be less than all copies.
+                    for i in self.answer(equation, k, carried, r):
+                        yield i, Preference(any=True, terms=terms)
             full = preference.full and not isinstance(step.results[r][k], Split)  # a split result is gathered as it is
             if full or preference.any:
                 for i in self.answer(equation, k, carried, r):

@@ -78,19 +78,20 @@ def slowest(rings: Sequence[Ring]) -> float:
 
 def work(schedule: Schedule, peak: Peak) -> float:
     """Seconds of one replica in products and factorizations that do not run over the examples."""
-    total = 0.0
-    for step in schedule.steps:
-        inside = _inside(step, [work(body, peak) for body in step.bodies])
-        if step.ruling.over_examples:
-            total += inside
-            continue
-        arrays = [
-            Array(block_shape(a.array.shape, layout, schedule.axes), a.array.dtype)
-            for a, layout in zip(step.equation.inputs, step.operands, strict=True)
-        ]
-        done = flops(step.equation.primitive, step.ruling.params, arrays, step.ruling.blocks)
-        total += inside + (done / peak.of(step.ruling.blocks[0].dtype) if done else 0.0)
-    return total
+    return sum(work_of(step, schedule.axes, peak) for step in schedule.steps)
+
+
+def work_of(step: Step, axes: tuple[Axis, ...], peak: Peak) -> float:
+    """Of one equation; of a loop, of all that it holds."""
+    inside = _inside(step, [work(body, peak) for body in step.bodies])
+    if step.ruling.over_examples:
+        return inside
+    arrays = [
+        Array(block_shape(a.array.shape, layout, axes), a.array.dtype)
+        for a, layout in zip(step.equation.inputs, step.operands, strict=True)
+    ]
+    done = flops(step.equation.primitive, step.ruling.params, arrays, step.ruling.blocks)
+    return inside + (done / peak.of(step.ruling.blocks[0].dtype) if done else 0.0)
 
 
 def _inside(step: Step, bodies: Sequence[float]) -> float:
