@@ -360,9 +360,9 @@ MUTATIONS = [
     ),
     Mutation(
         "what does not fit is taken",
-        "planning/decision.py",
-        "if other.peak >= chosen.peak:",
-        "if True:",
+        "planning/weights.py",
+        "if chosen.fits and not might_save(chosen):",
+        "if not might_save(chosen):",
         "planning/test_memory.py -k 'replicated_ones_do_not_fit'",
     ),
     Mutation(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-# Marked `once`: these test our own code, which does not change with JAX. Of a file that is listed with names, those tests
-# run on every version: they ask JAX for something of its own, or are the one whole program of their kind. New files
-# and whatever is not listed run on every version, too.
+# Marked `once`: these test our own code, which does not change with JAX. Of a file that is listed with names, those
+# tests run on every version: they ask JAX for something of its own, or are the one whole program of their kind. New
+# files and whatever is not listed run on every version, too.
 ONCE: dict[str, tuple[str, ...]] = {
     "benchmarks": (),
     "capture/test_inner_maps.py": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -154,7 +155,7 @@ class Backward:
                     for i, placement in enumerate(trial.operands):
                         if isinstance(placement, Split):
                             yield i, Preference((placement,), terms=terms)
-                else:
+                elif not _enlarges(equation):
                     # No split leads there, so that a split result is on its way from another: of a sum that is copied
                     # into a stack, a split that moves again may be less than all copies.
                     for i in self.answer(equation, k, carried, r):
@@ -177,3 +178,9 @@ class Backward:
             return question(site, *about)
 
         return self.memo.answers.get((self.memo.kinds[equation], k, question, *about), find_out)
+
+
+def _enlarges(equation: Equation) -> bool:
+    """Are the results larger than what they are made of, as in a broadcast? Then the operands move instead."""
+    read, made = (sum(math.prod(a.array.shape) for a in atoms) for atoms in (equation.inputs, equation.outputs))
+    return made > read
