@@ -13,12 +13,14 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # threads that spin while they wait
 
 import jaxlib.version
 
-# Compiling a program well takes longer than running it badly. (Newer XLA no longer knows the flag, and dies of it.)
+# Compiling a program well takes longer than running it badly. (Newer XLA no longer knows the flags, and dies of them.)
 if jaxlib.version.__version_info__ < (0, 11):
-    os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")
+    quickly = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    os.environ.setdefault("XLA_FLAGS", quickly)
 
 import argparse
 import collections

@@ -23,7 +23,7 @@ import optax
 from choices import Choices, Drawn, Skip
 from grammar import CALLS, NAMESPACE, NUMBERS, Dialect, Line, Value, Writer, indent, is_complex, is_float, names_in
 from hypothesis import strategies as st
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import shardstep
 
@@ -238,11 +238,12 @@ def per_replica(step: Callable[..., Any], dialect: Dialect) -> Callable[..., Any
         state, metrics = step(state, *batch)
         return state, jax.tree.map(lambda x: x[None], metrics)
 
-    return jax.jit(
-        jax.shard_map(
-            run, mesh=mesh, in_specs=(PartitionSpec(), mine, mine), out_specs=(PartitionSpec(), mine), check_vma=False
-        )
+    specs = (PartitionSpec(), mine, mine)
+    step_of_all = jax.jit(
+        jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=(PartitionSpec(), mine), check_vma=False)
     )
+    # Placed as the step returns its state, which would otherwise be compiled for once more.
+    return lambda *arguments: step_of_all(*jax.device_put(arguments, tuple(NamedSharding(mesh, s) for s in specs)))
 
 
 # -- writing a step -----------------------------------------------------------------------------------------------
