@@ -151,12 +151,10 @@ class Rewritten:
 
     def __call__(self, arrays: Sequence[Any]) -> Any:
         interrupts.raise_waiting()
-        if not self._has_run:  # compiling takes long, and nothing is donated before it is done
+        with interrupts.deferred(None if self._has_run else arrays):  # compiling may be interrupted
             outputs = self._call(arrays)
             self._has_run = True
             return outputs
-        with interrupts.deferred():
-            return self._call(arrays)
 
     def _call(self, arrays: Sequence[Any]) -> Any:
         debugging = compat.debugs_nans()
