@@ -218,6 +218,81 @@ PROGRAMS = [
 ]
 
 
+def second_order(update):
+    """A matrix optimizer, with few examples of many features."""
+
+    def step(state, x, y):
+        grads = jax.grad(lambda w: jnp.mean((jnp.tanh(x @ w) - y) ** 2))(state["w"])
+        new, slots = update(grads, state["slots"])
+        return {"w": state["w"] - 0.1 * new, "slots": slots}
+
+    slots = {"left": jnp.eye(256), "right": jnp.eye(320), "v": jnp.ones((256, 320))}
+    return step, ({"w": normal(256, 320), "slots": slots}, normal(16, 256), normal(16, 320)), {"x": 0, "y": 0}
+
+
+def products_of_gradients():
+    """As Shampoo's preconditioners."""
+
+    def update(g, s):
+        left, right = s["left"] + g @ g.T, s["right"] + g.T @ g
+        return left @ g @ right, {**s, "left": left, "right": right}
+
+    return second_order(update)
+
+
+def a_basis_that_gradients_are_turned_into():
+    """As SOAP: products of state and gradient, and factorizations."""
+
+    def update(g, s):
+        v = s["v"] + (s["left"].T @ g @ s["right"]) ** 2
+        u = s["left"] @ ((s["left"].T @ g @ s["right"]) / jnp.sqrt(v)) @ s["right"].T
+        left, right = jnp.linalg.qr(g @ g.T @ s["left"])[0], jnp.linalg.qr(g.T @ g @ s["right"])[0]
+        return u, {"left": left, "right": right, "v": v}
+
+    return second_order(update)
+
+
+def an_update_in_a_loop():
+    def update(g, s):
+        u = lax.fori_loop(0, 5, lambda _, u: jnp.tanh(s["left"].T @ u @ s["right"]), g)
+        return u, {**s, "v": s["v"] + u**2}
+
+    return second_order(update)
+
+
+def several_steps_in_a_loop():
+    """What is made of the last gradients is differentiated again, and then it is not the update."""
+    step, (state, x, y), chosen = a_basis_that_gradients_are_turned_into()
+
+    def steps(state, x, y):
+        return lax.scan(lambda s, _: (step(s, x, y), None), state, length=3)[0]
+
+    return steps, (state, x, y), chosen
+
+
+OPTIMIZERS = [
+    products_of_gradients,
+    a_basis_that_gradients_are_turned_into,
+    an_update_in_a_loop,
+    several_steps_in_a_loop,
+]
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS, ids=lambda make: make.__name__)
+def test_products_of_the_update_have_no_say(monkeypatch, make):
+    """Splitting features would split gradients, and the update with them."""
+    from shardstep._src.planning import batch_choice
+
+    tried = []
+    costs = batch_choice.cost_of
+    monkeypatch.setattr(batch_choice, "cost_of", lambda *a: tried.append(a) or costs(*a))
+    step, arguments, chosen = make()
+    plan = shardstep.shard(step, mesh_of(8)).plan(*arguments)
+    found = {leaf.path: leaf.layout for leaf in plan.leaves if leaf.role == "batch"}
+    assert {path: int(layout[len("split(")]) for path, layout in found.items()} == chosen
+    assert not tried and not any("examples" in note for note in plan.notes)
+
+
 def products(schedule):
     """Every product with its operands' layouts, in loops too."""
     for step in schedule.steps:

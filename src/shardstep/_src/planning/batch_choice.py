@@ -4,6 +4,9 @@ The rewrite is right for every choice, so that a choice can only be dear, never 
 leading size, and shares all products without being moved: it is taken at once. Whatever else there is (a teacher's
 weights among the arguments, nodes and edges, time before examples, data that the step draws itself) is planned with and
 without, and compared.
+
+The update has no say: its products are shared out later, however the examples are split (`ownership.py`). Planned as it
+is here, repeated by everyone, it would speak for splitting features, since gradients are then split.
 """
 
 from __future__ import annotations
@@ -11,22 +14,24 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
 from ..capture.arguments import shape_of
 from ..capture.batch import Examples, Unit
 from ..capture.step import Captured
 from ..core.layout import Array, Axis, Layout, block_shape, is_batch, joined, whole
+from ..core.program import Equation
 from ..core.schedule import Schedule, Step
 from ..machine.replicas import Replicas
 from ..machine.topology import Topology
-from .buffers import Buffers
-from .costs import work_time
 from .flops import multiplies
 from .propagation.boundary import Boundary
 from .propagation.forward import remembered
 from .propagation.memo import Memo
+from .propagation.price import multiplying
 from .roles import drawn_of, examples_of
+from .update_work import update_of
 
 _MOST_TRIED = 24
 _WORTH_DRAWING = 0.8
@@ -49,7 +54,7 @@ class Cost:
     seconds: float  # no latencies, no overlap: to compare with, not to promise
 
 
-def cost_of(captured: Captured, decided: Schedule, topology: Topology) -> Cost:
+def cost_of(captured: Captured, decided: Schedule, topology: Topology, update: AbstractSet[Equation]) -> Cost:
     """Reduced gradients are not counted: they are the price of sharing examples at all, whichever values those are."""
     inputs = captured.program.inputs
     weights = {inputs[i].array.shape for i in captured.state}
@@ -58,26 +63,23 @@ def cost_of(captured: Captured, decided: Schedule, topology: Topology) -> Cost:
         block_shape(v.array.shape, layout, decided.axes) for v, layout in zip(inputs, decided.inputs, strict=True)
     )
     held = sum(Array(block, v.array.dtype).nbytes for v, block in zip(inputs, blocks, strict=True))
-    products, _ = work_time(Buffers.of(decided), topology.chip)
+    products = sum(t * multiplying(step, decided.axes, topology.chip.peak) for step, t in _steps(decided, update))
     # Passes count by what they make: a lookup reads few rows of a table, however large that is. What is split is also
     # smaller at rest; that decides between choices that are otherwise alike.
-    passes = (_made(decided) + 0.01 * held) / topology.chip.memory
+    made = sum(t * step.ruling.bytes_made for step, t in _steps(decided, update))
+    passes = (made + 0.01 * held) / topology.chip.memory
     return Cost(sent, sent / min(ring.rate for ring in topology.rings) + products + passes)
 
 
-def _made(decided: Schedule) -> float:
-    """Bytes that one replica makes."""
-    inside = (t * _made(b) for step in decided.steps for b, t in zip(step.bodies, step.times, strict=True))
-    return sum(inside) + sum(step.ruling.bytes_made for step in decided.steps if not step.bodies)
-
-
-def _products(decided: Schedule) -> Iterator[Step]:
-    """In loops too."""
+def _steps(decided: Schedule, update: AbstractSet[Equation]) -> Iterator[tuple[Step, int]]:
+    """What is not the update, and how often it runs: instead of loops and branches, what they hold."""
     for step in decided.steps:
-        for body in step.bodies:
-            yield from _products(body)
-        if multiplies(step.equation.primitive):
-            yield step
+        if step.equation in update:
+            continue
+        if not step.bodies:
+            yield step, 1
+        for body, times in zip(step.bodies, step.times, strict=True):
+            yield from ((inside, times * t) for inside, t in _steps(body, update))
 
 
 class _Search:
@@ -86,6 +88,7 @@ class _Search:
     def __init__(self, captured: Captured, replicas: Replicas, memo: Memo):
         self.captured, self.replicas, self.memo = captured, replicas, memo
         self.axes = (joined(replicas.axes),)
+        self.update = update_of(captured.program)
         self.costs: dict[frozenset[Unit], Cost] = {}
         self.plans: dict[frozenset[Unit], Schedule] = {}
 
@@ -146,7 +149,7 @@ class _Search:
 
     def cost(self, choice: frozenset[Unit]) -> float:
         if choice not in self.costs:
-            self.costs[choice] = cost_of(self.captured, self.plan(choice), self.replicas.topology)
+            self.costs[choice] = cost_of(self.captured, self.plan(choice), self.replicas.topology, self.update)
         return self.costs[choice].seconds
 
     def sent(self, choice: frozenset[Unit]) -> float:
@@ -168,7 +171,7 @@ class _Search:
         return not _moves_examples(self.plan(choice)) and self.shares_products(choice)
 
     def shares_products(self, choice: frozenset[Unit]) -> bool:
-        products = _products(self.plan(choice))
+        products = (s for s, _ in _steps(self.plan(choice), self.update) if multiplies(s.equation.primitive))
         return all(any(layout != whole(self.axes) for layout in step.operands) for step in products)
 
     def told(self, choice: frozenset[Unit]) -> Examples:

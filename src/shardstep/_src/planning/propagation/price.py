@@ -84,14 +84,17 @@ def work(schedule: Schedule, peak: Peak) -> float:
 def work_of(step: Step, axes: tuple[Axis, ...], peak: Peak) -> float:
     """Of one equation; of a loop, of all that it holds."""
     inside = _inside(step, [work(body, peak) for body in step.bodies])
-    if step.ruling.over_examples:
-        return inside
+    return inside if step.ruling.over_examples else inside + multiplying(step, axes, peak)
+
+
+def multiplying(step: Step, axes: tuple[Axis, ...], peak: Peak) -> float:
+    """Seconds of one replica in this equation itself, if it is a product or factorization."""
     arrays = [
         Array(block_shape(a.array.shape, layout, axes), a.array.dtype)
         for a, layout in zip(step.equation.inputs, step.operands, strict=True)
     ]
     done = flops(step.equation.primitive, step.ruling.params, arrays, step.ruling.blocks)
-    return inside + (done / peak.of(step.ruling.blocks[0].dtype) if done else 0.0)
+    return done / peak.of(step.ruling.blocks[0].dtype) if done else 0.0
 
 
 def _inside(step: Step, bodies: Sequence[float]) -> float:
