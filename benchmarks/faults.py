@@ -37,16 +37,11 @@ class Run(NamedTuple):
     seconds: float  # that a host waits for its devices in each step, besides what the step takes here
     until_kill: float  # seconds from the first step, at most
 
-    @property
-    def bound(self) -> int:
-        """The most steps that a kill may cost."""
-        return self.save_every * (2 if self.background and not self.seconds else 1)
-
 
 RUNS = {
     "steady": Run(2, True, 2.0, 8.0),  # steps take longer than the writing of a checkpoint
-    "waited": Run(5, False, 0.0, 2.0),
-    "short": Run(5, True, 0.0, 2.0),  # hundreds of steps in the time that a checkpoint takes
+    "waited": Run(5, False, 0.0, 2.0),  # for every save
+    "short": Run(5, True, 0.0, 2.0),  # many steps in the time that a checkpoint takes
 }
 
 
@@ -148,7 +143,7 @@ def begun(name, count, mark):
     for row in read("faults"):
         if (row["run"], row["processes"], row["code"]) == (name, count, mark["code"]):
             return row
-    run = {"run": name, "processes": count, **RUNS[name]._asdict(), "bound": RUNS[name].bound}
+    run = {"run": name, "processes": count, **RUNS[name]._asdict(), "bound": RUNS[name].save_every}
     return {**run, "kills": 0, "in a save": 0, "resumed": 0, "lost": [], "lost, at most": 0, "lost, average": 0, **mark}
 
 

@@ -72,11 +72,12 @@ def measured_code(name: str, root: Path = ROOT) -> list[Path]:
     """The files whose change makes the rows of the file `name` old: what they measure, and what measures them."""
     parts = (*LIBRARY, *BESIDES.get(name, ()))
     patterns = [f"src/shardstep/_src/{part}/**/*.py" for part in parts] if name in OF_THE_LIBRARY else []
-    patterns += [f"benchmarks/{script}.py" for script in SCRIPTS[name]]
+    patterns += [f"benchmarks/{script}.py" for script in SCRIPTS[name]] + list(FILES.get(name, ()))
     return sorted({path for pattern in patterns for path in root.glob(pattern)})
 
 
 BESIDES = {"checkpoints": ("checkpoint",), "faults": ("checkpoint",)}
+FILES = {"faults": ("src/shardstep/_src/tools/training.py", "examples/distributed.py")}
 LIBRARY = ("core", "machine", "rules", "capture", "planning", "runtime")  # the rest shows, or is not part of a step
 SUITE = ("cell", "variants", "workloads", "optimization")
 SCRIPTS = {

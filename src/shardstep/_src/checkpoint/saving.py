@@ -12,6 +12,7 @@ import operator
 import os
 import sys
 import threading
+import time
 from typing import Any
 
 import jax
@@ -44,6 +45,7 @@ class Saving:
         self._job = job
         self._error: BaseException | None = None
         self.whole = False  # is it in its place?
+        self._begun, self._ended = time.monotonic(), 0.0
         self._thread = threading.Thread(target=self._finish, name="shardstep-save", daemon=False)
         self._thread.start()
 
@@ -53,6 +55,12 @@ class Saving:
             self.whole = True
         except BaseException as error:
             self._error = error
+        self._ended = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """How long it took, or has taken so far, since the state was copied."""
+        return (self._ended or time.monotonic()) - self._begun
 
     @property
     def done(self) -> bool:

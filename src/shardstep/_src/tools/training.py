@@ -26,6 +26,7 @@ from ..planning.formatting import size
 from ..runtime import processes
 
 _CALIBRATE = 10  # steps: until it is known how long one takes
+_FREE = 0.05  # of the time between two saves: what waiting for one may cost
 
 
 def training(
@@ -57,10 +58,12 @@ def training(
         save_minutes: save after about so many minutes.
         keep: as for `shardstep.save`.
         keep_every: as for `shardstep.save`.
-        background: go on while a checkpoint is written. A run that is killed then goes back to the one before: it loses
-            at most `save_every` steps and those made while one checkpoint was written, and never more than twice
-            `save_every`, as the next save waits for this one. With False every save is waited for, and no kill costs
-            more than `save_every` steps.
+        background: go on while a checkpoint is written, where waiting for it would cost much. A save is waited for
+            where it takes less than a twentieth of the time between two saves, or more than all of it (the next one
+            would have to wait then), and the first one is; a kill costs at most `save_every` steps then. In between,
+            training goes on and says so once: a run that is killed goes back to the checkpoint before, and loses those
+            steps besides that it made while one was written, never more than twice `save_every`. With False every save
+            is waited for.
         show_every: seconds between two lines of progress; a terminal shows a bar instead.
 
     SIGTERM ends the loop after a step that all processes agree on, with a checkpoint of it; `run.preempted` is then
@@ -96,6 +99,7 @@ class Training:
         self.show = show
         self._path = path
         self._schedule = schedule
+        self._pace = _Pace()
         self._saved = at
         self._stop = _StopSignal()
 
@@ -117,7 +121,7 @@ class Training:
             self.step += 1
             self.preempted = self._stop.agreed(self.step)
             if self.preempted or self.step == total or self._schedule.is_due(self.step):
-                self._save(wait=self.preempted or not self.background)
+                self._save(wait=self.preempted)
             if self.preempted:
                 self.show.say(f"preempted at step {self.step}: saved")
                 return
@@ -130,6 +134,8 @@ class Training:
         if self.step == self._saved:
             return
         kept = self.retention
+        jax.block_until_ready(self.state)
+        wait = wait or not self.background or self._pace.waits(self.show.say)
         saving = save(
             self._path,
             self.state,
@@ -140,6 +146,7 @@ class Training:
             keep_every=kept.keep_every,
         )
         self._saved = self.step
+        self._pace.saved(saving)
         self._schedule.saved(self.step)
         nbytes = sum(getattr(x, "nbytes", 0) for x in jax.tree.leaves(self.state))
         self.show.saving = (saving, f"step {self.step} ({size(nbytes)})")
@@ -177,6 +184,38 @@ class _Schedule:
     def saved(self, step: int) -> None:
         if self._minutes:
             self.begin(step)
+
+
+class _Pace:
+    """Whether to wait for a save: a kill then costs no more than the steps between two of them."""
+
+    def __init__(self) -> None:
+        self._last: Saving | None = None
+        self._since = 0.0  # when the steps after it began
+        self._said = False
+
+    def saved(self, saving: Saving) -> None:
+        self._last, self._since = saving, time.monotonic()
+
+    def waits(self, say: Callable[[str], None]) -> bool:
+        """To be asked when the next save is due, and its state has been computed; by all processes."""
+        share = self._share()
+        if share is None or not _FREE < share < 1:
+            return True
+        if not self._said:
+            say(
+                f"a checkpoint takes {100 * share:.0f} % of the time between two: training goes on while one is written"
+                " (a kill may cost those steps, too; background=False waits)"
+            )
+        self._said = True
+        return False
+
+    def _share(self) -> float | None:
+        """What the last save took, of the time that the steps since have taken; on the first process."""
+        if self._last is None:
+            return None
+        steps = max(time.monotonic() - self._since, 1e-9)
+        return float(processes.from_first(str(self._last.seconds / steps)))
 
 
 class _StopSignal:
