@@ -9,6 +9,7 @@ With `--keep` the rows go to benchmarks/results/checkpoints.json.
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import statistics
 import tempfile
@@ -96,6 +97,11 @@ def beside_training(step, state, x, rounds):
     return seconds
 
 
+def in_pairs(plain, beside):
+    """The median of the ratios: the two of a round have seen the same load, more or less."""
+    return statistics.median(b / a for a, b in zip(plain, beside, strict=True))
+
+
 def in_turns(rounds, state, plans):
     for _ in range(rounds):
         directory = Path(tempfile.mkdtemp(prefix="shardstep-bench-"))
@@ -125,12 +131,12 @@ def main():
         what = "beside training"
         taken = beside_training(steps[8], state, x, options.rounds)
         seconds = {name: statistics.median(each) for name, each in taken.items()}
-        plain, beside, plain_cpu, beside_cpu = seconds.values()
-        ratios = {"ratio": beside / plain, "ratio, CPU time": beside_cpu / plain_cpu}
-        found = [{"rounds": options.rounds, "examples": options.examples, **ratios, **seconds}]
-        print(
-            f"beside a save: {100 * (beside / plain - 1):+.1f} % time, {100 * (beside_cpu / plain_cpu - 1):+.1f} % CPU"
-        )
+        plain, beside, plain_cpu, beside_cpu = taken.values()
+        ratios = {"ratio": in_pairs(plain, beside), "ratio, CPU time": in_pairs(plain_cpu, beside_cpu)}
+        load = {"load": os.getloadavg()[0]}  # of this machine's cores: what others had it do
+        found = [{"rounds": options.rounds, "examples": options.examples, **load, **ratios, **seconds}]
+        more = {name.replace("ratio", "time"): f"{100 * (ratio - 1):+.1f} %" for name, ratio in ratios.items()}
+        print("beside a save:", more)
     else:
         what = "beside plain Orbax"
         found = list(in_turns(options.rounds, state, plans))
@@ -140,8 +146,12 @@ def main():
         print(f"  {name:30s} {each:6.2f} s")
     if options.keep:
         about = {"what": what, "bytes": nbytes, **stamp("checkpoints")}
-        before = [r for r in read("checkpoints") if r.get("what") != what]
-        keep("checkpoints", [*before, *({**about, **row} for row in found)])
+        new = [{**about, **row} for row in found]
+        keep("checkpoints", [r for r in read("checkpoints") if kind(r) != kind(new[0])] + new)
+
+
+def kind(row):
+    return row.get("what"), row.get("examples")
 
 
 if __name__ == "__main__":

@@ -101,12 +101,20 @@ def values(name: str, rows: Iterable[Row]) -> Iterator[tuple[str, float]]:
         yield from (("steps", row["lost, average"]) for row in rows)
         return
     if name == "checkpoints":
-        for what in {key for row in rows for key, value in row.items() if isinstance(value, float)}:
-            yield "time", statistics.median(row[what] for row in rows)
+        kinds = {(row.get("what"), row.get("examples")) for row in rows}
+        for alike in ([row for row in rows if (row.get("what"), row.get("examples")) == kind] for kind in kinds):
+            yield from _of_checkpoints(alike)
         return
     for row in rows:
         for part in (row, *row.get("variants", {}).values()):
             yield from _of_row(part)
+
+
+def _of_checkpoints(rows: list[Row]) -> Iterator[tuple[str, float]]:
+    """Rows of one kind: medians."""
+    for what in (key for key, value in rows[0].items() if isinstance(value, float)):
+        value = statistics.median(row[what] for row in rows)
+        yield ("share", abs(value - 1)) if what.startswith("ratio") else ("time", value)
 
 
 def _of_row(row: Row) -> Iterator[tuple[str, float]]:
