@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pickle
+import threading
 
 import jax.numpy as jnp
 import numpy as np
@@ -66,6 +67,20 @@ def test_links_inside_a_checkpoint(saved, plan, tmp_path, what):
     (saved / manifest.NAME).unlink()  # as plain Orbax writes it, without hashes
     (saved.parent / "_CHECKPOINT_METADATA").unlink()
     refused(saved, plan, "is a symbolic link")
+
+
+@pytest.mark.parametrize("name", [manifest.NAME, "_METADATA", "d/more"])
+def test_pipes_inside_a_checkpoint(saved, plan, name):
+    """To read one takes until somebody writes to it, and that may be for ever."""
+    (saved / name).unlink(missing_ok=True)
+    os.mkfifo(saved / name)
+
+    def write():
+        while True:  # a pipe that is read all the same ends
+            open(saved / name, "w").close()
+
+    threading.Thread(target=write, daemon=True).start()
+    refused(saved, plan, "is neither a file nor a directory")
 
 
 def test_a_number_that_is_a_link(tmp_path, plan):

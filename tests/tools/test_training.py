@@ -240,3 +240,14 @@ def test_arguments_that_make_no_sense(tmp_path):
     shardstep.save(tmp_path / "one", create())
     with pytest.raises(ShardstepError, match="is one checkpoint, without a number"):
         shardstep.training(tmp_path / "one", step, create, batch(0))
+
+
+def test_a_place_that_cannot_be_written_is_found_before_the_first_step(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("x")
+    os.symlink(tmp_path / "nowhere", tmp_path / "link")
+    for path in ("file", "file/run", "link"):
+        with pytest.raises(ShardstepError, match=rf"{path} cannot be written: (File|Not)"):
+            started(tmp_path / path)
+    monkeypatch.setattr(staging.os, "access", lambda path, mode: False)  # whoever runs this may be root
+    with pytest.raises(ShardstepError, match="run cannot be written: there is no permission, or its file system"):
+        started(tmp_path / "run")

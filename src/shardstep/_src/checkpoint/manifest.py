@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import PurePosixPath
@@ -82,7 +83,7 @@ def _entries(file: epath.Path) -> dict[str, tuple[int, str]] | str:
 
 
 def intrusion(directory: epath.Path) -> str:
-    """What a checkpoint must not hold, whoever wrote it: links, and tables too large to be read as a whole."""
+    """What a checkpoint must not hold, whoever wrote it: links, pipes, and tables too large to be read as a whole."""
     if "://" in os.fspath(directory):
         names = [name for name in _files(directory) if _is_read_whole(name)]
     else:
@@ -90,9 +91,14 @@ def intrusion(directory: epath.Path) -> str:
         for root, folders, files in os.walk(directory):
             for name in (*folders, *files):
                 path = os.path.join(root, name)
-                if os.path.islink(path):
-                    shown = os.path.relpath(path, directory)
+                try:
+                    shown, mode = os.path.relpath(path, directory), os.lstat(path).st_mode
+                except FileNotFoundError:
+                    continue  # somebody is deleting it
+                if stat.S_ISLNK(mode):
                     return f"{shown} is a symbolic link: a checkpoint holds files of its own"
+                if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # to read a pipe may take for ever
+                    return f"{shown} is neither a file nor a directory"
             inside = [os.path.relpath(os.path.join(root, name), directory) for name in files]
             names += filter(_is_read_whole, inside)
     for name in names:

@@ -75,6 +75,20 @@ def begin(request: Request) -> Writing:
     return writing if processes.is_first() else _writing(request, token)
 
 
+def refuse_what_cannot_be_written(root: epath.Path) -> None:
+    """Long before the first checkpoint is to be written under it; on all processes."""
+    refused = ""
+    if processes.is_first() and not directories.is_remote(root):
+        try:
+            Path(os.fspath(root)).mkdir(parents=True, exist_ok=True)
+            if not os.access(root, os.W_OK | os.X_OK):
+                refused = f"{root} cannot be written: there is no permission, or its file system is read-only"
+        except OSError as error:
+            refused = f"{root} cannot be written: {_said(error)}"
+    if refused := processes.from_first(refused):
+        raise ShardstepError(refused)
+
+
 def _writing(request: Request, token: str) -> Writing:
     return (InStore if directories.is_remote(request.target.directory) else OnDisk)(request, token)
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..api import ShardedStep
-from ..checkpoint import directories
+from ..checkpoint import directories, staging
 from ..checkpoint.restoring import latest_step, restore_newest
 from ..checkpoint.retention import Retention
 from ..checkpoint.saving import Saving, finish, save
@@ -75,6 +75,7 @@ def training(
         if value is not None and not value > 0:
             raise ShardstepError(f"training({name}={value!r}): use a number above 0")
     Retention.of(keep, keep_every, 0)  # refuses what makes no sense
+    staging.refuse_what_cannot_be_written(directories.root_of(path))
     plan = step.plan(jax.eval_shape(create_state), batch)
     found = latest_step(path) is not None
     if not found and any(s.committed for s in directories.find(directories.root_of(path))):
