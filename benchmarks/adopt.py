@@ -2,8 +2,9 @@
 
     python benchmarks/adopt.py gpu_replica /path/to/results.json
 
-A machine without Git cannot say which commit it ran. If the code is the one that is checked out here, by its digest,
-the rows get this commit; otherwise they are refused.
+The rows get the commit that is checked out here if their code is, by its digest: a machine without Git cannot say which
+commit it ran, and a copy of uncommitted or unpublished work names an older one. Other rows keep the commit that they name,
+or are refused if they name none.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def adopted(name: str, old: list[Row], new: list[Row]) -> list[Row]:
     for row in new:
         if row.get("failure") and not row.get("variants"):
             continue
-        row = row if row["commit"] != UNKNOWN else {**row, "commit": _commit_of(name, row)}
+        row = {**row, "commit": _commit_of(name, row)}
         before = found.get(cell(row), {})
         if before.get("code") == row["code"] and "variants" in row:
             row = {**row, "variants": before["variants"] | row["variants"]}
@@ -42,9 +43,11 @@ def adopted(name: str, old: list[Row], new: list[Row]) -> list[Row]:
 
 
 def _commit_of(name: str, row: Row) -> str:
-    if row["code"] != digest(name):
+    if row["code"] == digest(name):
+        return commit()
+    if row["commit"] == UNKNOWN:
         raise OtherCode(f"{cell(row)} was measured of other code ({row['code']}) than is checked out ({digest(name)})")
-    return commit()
+    return row["commit"]
 
 
 def main() -> None:

@@ -143,12 +143,14 @@ class Backward:
                 yield i, Preference((target,))
             elif isinstance(target, Replicated) and (isinstance(home, Split) or (meets_batch and not is_batch(home))):
                 yield i, Preference(full=True)
-        if meets_batch:
+        if meets_batch and len(equation.outputs) == 1:
             return
         summed_up = self.answer(equation, k, condensed)
         sums = any(isinstance(layout[k], Partial) for layout in step.results[:1])  # a callback has no results
         summed = sum(isinstance(h, Partial) for h in held) if sums else 1
         for r, preference in enumerate(self.preferences[v].by_axis[k] for v in equation.outputs):
+            if meets_batch and any(is_batch(held[i]) for i in self.answer(equation, k, carried, r)):
+                continue  # of a barrier, the other results have nothing to do with the examples
             terms = preference.terms * max(summed, 1)
             for split in preference.splits[:2]:
                 if trial := self.answer(equation, k, trial_for, r, split):
@@ -165,7 +167,7 @@ class Backward:
                 for i in self.answer(equation, k, carried, r):
                     # of the sums of rows, little is to be gathered: nobody has to hold the rows whole for that
                     yield i, Preference(full=full and i not in summed_up, any=preference.any, terms=terms)
-        for i in summed_up:
+        for i in () if meets_batch else summed_up:
             yield i, Preference(any=True)
 
     def answer(self, equation: Equation, k: int, question: Callable[..., Any], *about: Any) -> Any:
