@@ -43,7 +43,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_disable_most_optimizations", True)
 
 KINDS = ("both", "steps", "equations")
-STEPS_PER_ROUND, PROGRAMS_PER_ROUND = 100, 40  # compiled whole; taken apart into equations
+STEPS_PER_ROUND, PROGRAMS_PER_ROUND = 200, 40  # compiled whole; taken apart into equations
 
 
 def try_step(choices: Dice, kind: str) -> tuple[str, str]:
