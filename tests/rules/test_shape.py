@@ -139,6 +139,12 @@ def test_squeeze_shifts_what_follows():
     assert answer(lambda x: lax.squeeze(x, (0, 2)), values(1, 4, 1, 6), placements=(S(3),)) == [((S(3),), (S(1),))]
 
 
+@pytest.mark.parametrize("shape", [(1, 3), (1, 8), (1, 1)])
+def test_a_squeezed_row_lands_on_no_other_dimension(shape):
+    """One row that is padded to one for each replica: what follows it would be taken for a padded dimension."""
+    assert answer(lambda x: lax.squeeze(x, (0,)), values(*shape), placements=(S(0, extent=8),), n=8) is None
+
+
 def test_reversing_a_split_dimension_is_refused():
     assert answer(lambda x: lax.rev(x, (0,)), values(4, 6), placements=(S(0),)) is None
 

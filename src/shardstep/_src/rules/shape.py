@@ -128,7 +128,9 @@ def _transposed(site: Site, split: Split) -> Split:
     return split.on(site.permutation.index(split.dim), split.outer)
 
 
-def _squeezed(site: Site, split: Split) -> Split:
+def _squeezed(site: Site, split: Split) -> Split | None:
+    if split.dim in site.dimensions:  # one row, padded to one for each replica
+        return None
     return split.on(split.dim - sum(d < split.dim for d in site.dimensions), split.outer)
 
 
