@@ -3,7 +3,7 @@
     python benchmarks/adopt.py gpu_replica /path/to/results.json
 
 The rows get the commit that is checked out here if their code is, by its digest: a machine without Git cannot say which
-commit it ran, and a copy of uncommitted or unpublished work names an older one. Other rows keep the commit that they name,
+commit it ran, and a copy of unpublished work names an older one. Other rows keep the commit that they name,
 or are refused if they name none.
 """
 

@@ -126,7 +126,7 @@ def test_rows_of_a_machine_without_git_get_the_commit_of_their_code():
     old = [{"workload": "six", "replicas": n, "optimizer": "adam", "commit": "a" * 12} for n in (8, 64)]
     new = {**old[0], **here, "commit": "unknown"}
     for said in ("unknown", "b" * 12):  # a copy of work that is not published yet names an older commit
-        assert adopt.adopted("gpu_replica", old, [{**new, "commit": said}]) == [{**new, "commit": here["commit"]}, old[1]]
+        assert adopt.adopted("gpu_replica", old, [{**new, "commit": said}]) == [new | here, old[1]]
     other = {**new, "commit": "b" * 12, "code": "0" * 12}
     assert adopt.adopted("gpu_replica", old, [other]) == [other, old[1]]
     with pytest.raises(adopt.OtherCode, match="other code"):
