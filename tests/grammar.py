@@ -998,7 +998,7 @@ def loop_per_example(w: Writer) -> None:
     carry = w.parameter(typed(v), shape=_without(v.shape, [d]))
     f = w.function([carry], lambda inner: inner.next_of(carry))
     step = f"lambda c: (c[0] - 1, {f}(c[1]))"
-    loop = f"lambda k, c: lax.while_loop(lambda c: jnp.any(c[0] > 0), {step}, (k % 4, c))[1]"
+    loop = f"lambda k, c: lax.while_loop(lambda c: jnp.any(c[0] > 0), {step}, ((k % 4).astype(i32), c))[1]"
     w.line_of_call(f"jax.vmap({loop}, in_axes=(0, {d}), out_axes={d})({times}, {v})")
 
 
