@@ -87,6 +87,28 @@ def test_six_leaves_of_one_shape_take_one_all_to_all_in_and_one_out(owning):
     assert after <= (1 + 2 / 8) * before
 
 
+@pytest.mark.parametrize(("name", "moved"), [("shampoo_eigh", 2), ("kron", 4), ("soap", 4)])
+def test_preconditioners_that_are_one_leaf_rest_with_their_owners(owning, name, moved):
+    """Layers that the replicas divide: only gradients, momentum and updates move."""
+    batch = zoo.examples(16, SHAPE[0])
+    sgd = zoo.training(optax.sgd(0.1, 0.9), zoo.layers(8, SHAPE, stacked=True))
+    before = shardstep.shard(sgd[0], replicas(8), options=SPLIT_ALL).plan(sgd[1], batch).wire_bytes.sharded
+    step, state, _ = example(name, 8, stacked=True)
+    sharded = shardstep.shard(step, replicas(8), options=SPLIT_ALL)
+    plan = sharded.plan(state, batch)
+    assert sent(plan)["all-to-all"] == moved and plan.wire_bytes.sharded <= (1 + 2 / 8) * before
+    found = counts(collectives(sharded.lower(state, batch).compile().as_text()))
+    assert found["all-to-all"] <= moved and "all-gather" in found
+
+
+@pytest.mark.parametrize(("name", "entering"), [("muon_scan", 2), ("shampoo_eigh", 6), ("kron", 6), ("soap", 13)])
+def test_separate_preconditioners_move_to_their_owners_and_back_once(owning, name, entering):
+    """Each value that owners read, and each that they make, as one stack."""
+    step, state, batch = example(name, 4)
+    plan = shardstep.shard(step, replicas(8), options=SPLIT_ALL).plan(state, batch)
+    assert sent(plan)["all-to-all"] == entering and plan.owned[0].who == "1 per replica"
+
+
 def test_the_plan_says_who_owns_what(owning):
     step, state, batch = example("muon_scan")
     plan = shardstep.shard(step, replicas(4), options=SPLIT_ALL).plan(state, batch)

@@ -7,7 +7,7 @@ each of the values (operands that all of them share have none). Rows never meet:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +22,8 @@ from .program import Atom, Equation, Literal, Program
 STACKED = Primitive("stacked")  # never bound: its rule says what is emitted instead
 STACKED.multiple_results = True
 
-_DOT, _SCAN, _WHILE = (compat.primitive(name) for name in ("dot_general", "scan", "while"))
+_DOT, _TRANSPOSE = (compat.primitive(name) for name in ("dot_general", "transpose"))
+_SCAN, _WHILE = (compat.primitive(name) for name in ("scan", "while"))
 Cast = Callable[[Any], Any]
 
 
@@ -92,7 +93,10 @@ def evaluate(program: Program, arrays: Sequence[Any], cast: Cast) -> list[Any]:
     def read(atom: Atom) -> Any:
         return np.asarray(atom.value, atom.array.dtype) if isinstance(atom, Literal) else env[atom]
 
+    turned: dict[Atom, Equation] = {e.outputs[0]: e for e in program.equations if e.primitive is _TRANSPOSE}
     for equation in program.equations:
+        if equation.primitive is _DOT:
+            equation = _as_they_lie(equation, turned)
         with compat.at_source(equation.sources):
             operands = [read(a) for a in equation.inputs]
             results = _bind(equation, [cast(x) for x in operands], cast)
@@ -114,6 +118,20 @@ def _bind(equation: Equation, operands: list[Any], cast: Cast) -> Sequence[Any]:
     index = operands[0]
     index = index.astype("int32") if index.dtype == bool else index
     return lax.switch(index, run, *operands[1:])
+
+
+def _as_they_lie(dot: Equation, turned: Mapping[Atom, Equation]) -> Equation:
+    """The product of its factors before they were transposed, if that is the same."""
+    (summed, batch), inputs = map(list, dot.params["dimension_numbers"]), list(dot.inputs)
+    for side, atom in enumerate(dot.inputs):
+        if atom in turned:
+            before = turned[atom].params["permutation"]
+            kept = [before[d] for d in range(atom.array.ndim) if d not in (*summed[side], *batch[side])]
+            if kept == sorted(kept):
+                inputs[side] = turned[atom].inputs[0]
+                summed[side], batch[side] = (tuple(before[d] for d in dims[side]) for dims in (summed, batch))
+    numbers = tuple(summed), tuple(batch)
+    return replace(dot, params={**dot.params, "dimension_numbers": numbers}, inputs=tuple(inputs))
 
 
 def _product(params: Mapping[str, Any], left: Any, right: Any) -> Any:
