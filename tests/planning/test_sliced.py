@@ -104,7 +104,23 @@ def indexed(params, x):
     def body(i, x):
         return layer(x, jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, i, keepdims=False), params))[0]
 
-    return jnp.mean(lax.fori_loop(0, LAYERS, body, x) ** 2)
+    return jnp.mean(lax.fori_loop(0, params["up"].shape[0], body, x) ** 2)
+
+
+def indexed_and_checkpointed(params, x, dtype=jnp.float32):
+    """A scan over the numbers of the layers."""
+
+    @jax.checkpoint
+    def body(x, i):
+        return layer(x, jax.tree.map(lambda w: w[i], params), dtype)
+
+    out, _ = lax.scan(body, x.astype(dtype), jnp.arange(params["up"].shape[0]))
+    return jnp.mean(out.astype(jnp.float32) ** 2)
+
+
+def indexed_in_microbatches(params, x):
+    parts = x.reshape(4, -1, x.shape[1])
+    return lax.scan(lambda total, part: (total + indexed(params, part), None), 0.0, parts)[0] / 4
 
 
 class FlaxLayer(nn.Module):
@@ -191,6 +207,8 @@ FORMS = {
     "microbatches": (in_microbatches, stacked),
     "blocks of layers": (blocks_of_layers, stacked),
     "indexed": (indexed, stacked),
+    "indexed, remat": (indexed_and_checkpointed, stacked),
+    "indexed, microbatches": (indexed_in_microbatches, stacked),
     "flax": (
         lambda p, x: jnp.mean(FLAX.apply(p, x, None)[0] ** 2),
         lambda: FLAX.init(jax.random.key(0), examples(), None),
@@ -208,6 +226,7 @@ RESTING = [
     *(pytest.param(form, "sharded", 8) for form in FORMS),
     *(pytest.param(form, *how, marks=pytest.mark.once) for form in list(FORMS)[:3] for how in SELDOM),
     *(pytest.param(form, *how, marks=pytest.mark.thorough) for form in list(FORMS)[3:] for how in SELDOM),
+    *(pytest.param("indexed", "sharded", replicas) for replicas in (2, 3)),
 ]
 
 
@@ -310,6 +329,8 @@ KINDS = {
     "float32": (scanned, lambda: (stacked(8, 128, 256), examples(128, 2048))),
     "layers that do not divide": (scanned, lambda: (stacked(7, 128, 256), examples(128, 2048))),
     "odd heads": (odd_heads, lambda: (gpt(6), examples(160, 1024))),
+    "indexed": (indexed, lambda: (stacked(8, 128, 256), examples(128, 2048))),
+    "indexed, remat": (indexed_and_checkpointed, lambda: (stacked(7, 128, 256), examples(128, 2048))),
 }
 
 
@@ -333,19 +354,28 @@ def _bytes(compiled):
     return memory.argument_size_in_bytes + memory.temp_size_in_bytes
 
 
-@pytest.mark.parametrize("dtype", (jnp.float32, jnp.bfloat16))
-def test_each_layer_is_gathered_and_scattered_inside_the_loop(dtype):
+ONE_BY_ONE = {
+    "float32": (scanned, "float32"),
+    "bfloat16": (functools.partial(scanned, dtype=jnp.bfloat16), "bfloat16"),
+    "indexed": (indexed, "float32"),
+    "indexed, bfloat16, remat": (functools.partial(indexed_and_checkpointed, dtype=jnp.bfloat16), "bfloat16"),
+}
+
+
+@pytest.mark.parametrize("how", ONE_BY_ONE)
+def test_each_layer_is_gathered_and_scattered_inside_the_loop(how):
     """Twice gathered (forward and backward), once scattered, in the dtype in which the layer reads it."""
     many = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     state = jax.eval_shape(lambda: adam_state(stacked(8, 128, 256)))
-    step = adam_step(functools.partial(scanned, dtype=dtype))
+    loss, dtype = ONE_BY_ONE[how]
+    step = adam_step(loss)
     alone = shardstep.Options(bucket_bytes=0)
     plan = shardstep.shard(step, mesh_of(8), weights="sharded", options=alone).plan(state, many((4096, 128)))
     large = [c for c in plan.collectives if max(map(np.prod, c.shapes)) >= 128 * 256]
     assert all(c.loop and c.times == 8 for c in large)
     kinds = sorted((c.kind, c.dtype, c.shape) for c in large)
     shapes = ((128, 256), (256, 128))
-    gathers = [("all-gather", jnp.dtype(dtype).name, shape) for shape in shapes for _ in range(2)]
+    gathers = [("all-gather", dtype, shape) for shape in shapes for _ in range(2)]
     assert kinds == sorted([*gathers, *(("reduce-scatter", "float32", shape) for shape in shapes)])
 
 

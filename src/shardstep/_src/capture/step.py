@@ -20,6 +20,7 @@ from .batch import Batch, Examples, check_divisible, check_not_empty, find_examp
 from .find_state import Matching, match_state
 from .inner_maps import without_maps
 from .jitted import Donate, Jitted, donated
+from .looked_up_layers import layers_in_turn
 from .simplification import simplify
 from .tracing import Keep, Shares, Traced, trace, trace_guessing
 
@@ -189,7 +190,7 @@ def _program(traced: Traced, spec: StepSpec) -> Program:
     program = passes.leave("capture", flatten(traced.jaxpr))
     if spec.axis_name is None:
         program = without_maps(program, spec.data_axes)
-    return passes.leave("simplification", simplify(program))
+    return passes.leave("simplification", layers_in_turn(simplify(program)))
 
 
 def uses_axis(program: Program, axis_name: str) -> bool:

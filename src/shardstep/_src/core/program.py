@@ -156,7 +156,7 @@ class Program:
 def _is_plain(value: Any) -> bool:
     """Is this parameter worth printing: numbers, words, and tuples of them?"""
     if isinstance(value, tuple):
-        return bool(value) and type(value) is tuple and all(v == () or _is_plain(v) for v in value)
+        return bool(value) and type(value) is tuple and all(_is_plain(v) or (type(v) is tuple and not v) for v in value)
     return isinstance(value, int | str) and not isinstance(value, bool)
 
 
