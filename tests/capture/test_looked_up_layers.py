@@ -119,9 +119,14 @@ def _run(program, *arrays):
 
 
 def stacks_inside(program):
-    """The whole stacks that bodies of innermost loops make."""
-    bodies = [b for e in program.walk() for b in e.bodies if not any(i.bodies for i in b.equations)]
-    return [v.array.shape for b in bodies for e in b.equations for v in e.outputs if v.array.shape in STACKS]
+    """The whole stacks that innermost loops share between iterations, carry or make."""
+    found = []
+    for e in program.walk():
+        if e.bodies and not any(i.bodies for i in e.bodies[0].equations):
+            shared = e.bodies[0].inputs[: sum(compat.scan_counts(e.params))]
+            made = [v for i in e.bodies[0].equations for v in i.outputs]
+            found += [v.array.shape for v in (*shared, *made) if v.array.shape in STACKS]
+    return found
 
 
 def scans(program):
@@ -139,10 +144,9 @@ def scans(program):
 def test_a_loop_that_looks_up_each_layer_in_turn_is_a_scan_over_layers(form):
     before, after, expected, found = programs(IN_TURN[form])
     assert stacks_inside(before) and not stacks_inside(after)
-    forward, backward = (s for s in scans(after) if s != [[], []])
-    assert forward == [sorted(STACKS), []]
-    assert set(backward[0]) <= STACKS and (M, M) in {s[1:] for s in backward[0]}
-    assert backward[1] == sorted(STACKS)
+    takes, makes = zip(*scans(after), strict=True)
+    assert {s for each in takes for s in each} == STACKS  # forward
+    assert (L, M, M) in takes[-1] and makes[-1] == sorted(STACKS)  # backward
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
