@@ -29,6 +29,7 @@ SOURCES = {
     "docs/checkpoints.md": ("checkpoints", "faults", "notes"),
     "docs/communication.md": ("gpu_replica", "tpu_aot", "notes"),
     "docs/how-it-decides.md": ("gpu_replica", "notes"),
+    "docs/limits.md": ("matrices", "notes"),
     "docs/tpu.md": ("tpu_aot", "tpu_paper", "notes"),
 }
 

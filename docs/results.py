@@ -222,7 +222,43 @@ def planning(folder: Path) -> str:
     )
 
 
+def matrices(folder: Path) -> str:
+    """Matrix optimizers on simulated devices: times, CPU time of all replicas, work per replica, bytes beside SGD's."""
+    rows = {r["optimizer"]: r for r in read("matrices", folder)}
+    if "sgd" not in rows:
+        return "Not measured yet."
+    sgd = rows.pop("sgd")["variants"]["shardstep"]["wire_bytes"]
+    head = ("", "replicated", "ZeRO-1 by hand", "shardstep", "times as fast", "times less CPU time")
+    head = (*head, "update's flops per replica, over 1/N", "factorizations per replica", "sent, over SGD's")
+    return table(head, (_of_matrices(row, sgd) for row in rows.values()))
+
+
+def _of_matrices(row: Row, sgd: float) -> Sequence[str]:
+    of, passes = row["variants"], row["passes_flops"]
+    base, ours = of["replicated"], of["shardstep"]
+    share = row["devices"] * (ours["flops"] - passes) / (base["flops"] - passes)
+    times = [f"{of[who]['step_ms']:.0f} ms" for who in ("replicated", "zero1", "shardstep")]
+    ratios = [f"{base[what] / ours[what]:.1f}x" for what in ("step_ms", "cpu_ms")]
+    called = f"{ours['factorizations']} of {base['factorizations']}" if base["factorizations"] else ""
+    return (row["optimizer"], *times, *ratios, f"{share:.2f}", called, f"{ours['wire_bytes'] / sgd:.2f}")
+
+
+def matrices_about(folder: Path) -> str:
+    rows = read("matrices", folder)
+    if not rows:
+        return "Not measured yet."
+    loads = sorted(r["machine"]["load"] for r in rows)
+    versions, machine = rows[0]["versions"], rows[0]["machine"]
+    return (
+        f"{rows[0]['date'][:10]}; {machine['processor']}, {machine['cores']} cores; JAX {versions['jax']}. Load of the"
+        f" machine after each: {loads[0]:.0f} to {loads[-1]:.0f}. Where that is above the number of cores, the clock"
+        " says less than the CPU time."
+    )
+
+
 TABLES = {
+    "matrices": matrices,
+    "matrices about": matrices_about,
     "summary": summary,
     "slopes": growth_slopes,
     "wire": wire,

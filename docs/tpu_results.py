@@ -33,6 +33,8 @@ def section(name: str) -> str:
     if name.startswith("paper"):
         rows = _read("tpu_paper")
         return claims(rows) if name.endswith("claims") else paper(rows)
+    if name == "muon":
+        return muon(_read("tpu_muon"))
     rows = _read("tpu_aot")
     if name == "about":
         module = _goals()
@@ -81,6 +83,20 @@ def claims(rows: list[dict[str, Any]]) -> str:
                 ratios = goals.total(r) / goals.total(other), r["peak_mb"] / other["peak_mb"]
                 cells = [topology, workload, _PROGRAMS.get(program, program), f"{optimizer} / {simpler}"]
                 lines.append(f"| {' | '.join(cells)} | {ratios[0]:.2f} | {ratios[1]:.2f} |")
+    return "\n".join(lines)
+
+
+def muon(rows: list[dict[str, Any]]) -> str:
+    """Matrices that chips own: the update's cycles as a share of the replicated program's, beside 1/N."""
+    head = ("topology", "program", "all-reduces", "sent, MB", "update", "over 1/N of replicated", "copies", "peak, MB")
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    base = {r["topology"]: r["cycles_update"] for r in rows if r["variant"] == "replicated"}
+    for r in rows:
+        share = r["replicas"] * r["cycles_update"] / base[r["topology"]] if r["topology"] in base else None
+        cells = [r["topology"], _PROGRAMS.get(r["variant"], r["variant"]), str(r["large_all_reduces"])]
+        cells += [f"{r['wire_mb']:.0f}", f"{r['cycles_update']:.0f}", f"{share:.2f}" if share else "not compiled"]
+        cells += [f"{r['cycles_copies']:.0f}", f"{r['peak_mb']:.0f}"]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -417,3 +417,21 @@ def test_pictures_are_drawn(tmp_path):
     entries = [history.line({**row, "date": f"2026-01-0{day}", "commit": "c"}) for row in rows for day in (1, 2)]
     assert draw_history(entries, tmp_path).name == "bench-history.png"
     assert all(p.stat().st_size > 10_000 for p in tmp_path.glob("bench-*.png"))
+
+
+def test_matrix_optimizers_have_a_row_each_beside_sgd(hook, tmp_path):
+    def row(name, **variants):
+        machine = {"processor": "abacus", "cores": 1, "load": 2.0}
+        about = {"date": "2026-01-01T00:00:00", "machine": machine, "versions": {"jax": "1"}}
+        return {"optimizer": name, "devices": 8, "passes_flops": 20.0, **about, "variants": variants}
+
+    def of(flops, ms, wire, matrices=0):
+        return {"flops": flops, "step_ms": ms, "cpu_ms": 2 * ms, "wire_bytes": wire, "factorizations": matrices}
+
+    shampoo = row("shampoo", replicated=of(820, 90, 1, 24), zero1=of(120, 50, 1, 24), shardstep=of(145, 18, 15, 4))
+    sgd = row("sgd", replicated=of(20, 5, 1), zero1=of(20, 5, 1), shardstep=of(20, 5, 10))
+    assert hook.matrices(tmp_path) == "Not measured yet."
+    (tmp_path / "matrices.json").write_text(json.dumps([shampoo, sgd]))
+    *_, line = hook.matrices(tmp_path).splitlines()
+    assert line == "| shampoo | 90 ms | 50 ms | 18 ms | 5.0x | 5.0x | 1.25 | 4 of 24 | 1.50 |"
+    assert "Load of the machine" in hook.matrices_about(tmp_path)

@@ -77,13 +77,23 @@ def docs(monkeypatch):
 def test_the_table_of_the_docs_is_made_of_the_committed_rows(docs):
     rows = json.loads((ROOT / "benchmarks" / "results" / "tpu_aot.json").read_text())
     assert len(indexed(rows)) == len(rows)  # no row twice
-    of_paper = json.loads((ROOT / "benchmarks" / "results" / "tpu_paper.json").read_text())
+    of_paper, of_muon = (
+        json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text()) for name in ("tpu_paper", "tpu_muon")
+    )
     source = (ROOT / "docs" / "tpu.md").read_text()
     page, by_hand = docs.on_page_markdown(source), source.count("\n| v")
     assert "{{" not in page and rows[0]["versions"]["libtpu"] in page
     claims = docs.claims(of_paper).count("\n| v")
     beside = sum(r["variant"] == "original" for r in rows)
-    assert page.count("\n| v") == len(rows) + len(of_paper) + claims + beside + by_hand
+    assert page.count("\n| v") == len(rows) + len(of_paper) + len(of_muon) + claims + beside + by_hand
+
+
+def test_muon_is_judged_by_its_share_of_the_replicated_update(docs):
+    rows = [row("muon", variant, update) for variant, update in (("replicated", 800.0), ("weights sharded", 250.0))]
+    rows += [{**row("muon", "weights sharded", 9.0), "topology": "v5p:4x4x4"}]  # without its replicated program
+    _, _, base, ours, alone = docs.muon(rows).splitlines()
+    assert "| 800 | 4.00 |" in base and "| shardstep, weights sharded |" in ours and "| 250 | 1.25 |" in ours
+    assert "| not compiled |" in alone
 
 
 def test_the_closed_original_stands_beside_ours(docs):
