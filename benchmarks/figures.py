@@ -113,7 +113,7 @@ def values(name: str, rows: Iterable[Row]) -> Iterator[tuple[str, float]]:
 
 def _of_checkpoints(rows: list[Row]) -> Iterator[tuple[str, float]]:
     """Rows of one kind: medians."""
-    for what in (key for key, value in rows[0].items() if isinstance(value, float)):
+    for what in (key for key, value in rows[0].items() if isinstance(value, float) and key != "load"):
         value = statistics.median(row[what] for row in rows)
         yield ("share", abs(value - 1)) if what.startswith("ratio") else ("time", value)
 
