@@ -6,9 +6,11 @@ import asyncio
 import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
 
 import jax
@@ -22,6 +24,7 @@ from steps import adam_state, adam_step, batch, mesh_of
 import shardstep
 from shardstep import ShardstepError
 from shardstep._src.checkpoint import directories, event_loops, locks, manifest, staging
+from shardstep._src.checkpoint import saving as saving_module
 
 
 def small(value):
@@ -200,23 +203,43 @@ def test_a_reader_beside_a_writer_that_replaces(tmp_path, plan, monkeypatch):
 # -- interrupts and ends ----------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def pythons_own_handler():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("pythons_own_handler")
 def test_an_interrupt_while_a_save_is_waited_for(tmp_path, plan, monkeypatch):
     """The save goes on, and what comes next still waits for it."""
     opened, commit = threading.Event(), staging.OnDisk.commit
     monkeypatch.setattr(staging.OnDisk, "commit", lambda self: (opened.wait(60), commit(self))[1])
     saving = shardstep.save(tmp_path, small(1), step=1, wait=False)
-    join = saving._thread.join
-
-    def interrupt(*_):
-        monkeypatch.setattr(saving._thread, "join", join)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(saving._thread, "join", interrupt)
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         shardstep.finish()
-    opened.set()
+    assert not saving.done
+    threading.Timer(0.5, opened.set).start()
     shardstep.finish()
     assert saving.whole and held(tmp_path, plan) == 1
+
+
+@pytest.mark.usefixtures("pythons_own_handler")
+def test_an_interrupt_while_a_save_begins(tmp_path, plan, monkeypatch):
+    """It is begun as a whole, and then goes on; a half of it could only be thrown away."""
+    start = saving_module._Job.start
+
+    def interrupted(self, tree):
+        os.kill(os.getpid(), signal.SIGINT)
+        start(self, tree)
+
+    monkeypatch.setattr(saving_module._Job, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        shardstep.save(tmp_path, small(1), step=1)
+        time.sleep(5)  # it may be whole before the interrupt comes
+    shardstep.finish()
+    assert held(tmp_path, plan) == 1
 
 
 @pytest.mark.parametrize("end", ["", "raise ValueError"])

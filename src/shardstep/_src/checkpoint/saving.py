@@ -27,7 +27,7 @@ from ..capture.arguments import is_array
 from ..core.errors import ShardstepError
 from ..core.padded import Padded
 from ..core.progress import bar, silent
-from ..runtime import processes
+from ..runtime import interrupts, processes
 from ..runtime.processes import is_local
 from . import directories, manifest, object_stores, staging
 from .directories import ITEM, MARK, Stored
@@ -46,8 +46,8 @@ class Saving:
         self._error: BaseException | None = None
         self.whole = False  # is it in its place?
         self._begun, self._ended = time.monotonic(), 0.0
-        self._thread = threading.Thread(target=self._finish, name="shardstep-save", daemon=False)
-        self._thread.start()
+        self._over = threading.Event()  # a thread whose `join` was interrupted says that it has ended, and has not
+        threading.Thread(target=self._finish, name="shardstep-save", daemon=False).start()
 
     def _finish(self) -> None:
         try:
@@ -56,6 +56,7 @@ class Saving:
         except BaseException as error:
             self._error = error
         self._ended = time.monotonic()
+        self._over.set()
 
     @property
     def seconds(self) -> float:
@@ -64,18 +65,18 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        return not self._thread.is_alive()
+        return self._over.is_set()
 
     def wait(self) -> None:
         """Returns when the checkpoint is whole in its place; raises if it could not be written."""
         with bar(f"writing {self.directory.name}", self._job.nbytes) as advance:
             shown = 0
             while advance is not silent and not self.done:
-                self._thread.join(_POLL)
+                self._over.wait(_POLL)
                 written = bytes_under(self._job.writing.directory.parent)
                 advance(max(written - shown, 0))
                 shown = max(written, shown)
-            self._thread.join()
+            self._over.wait()
         if self._error is not None:
             error, self._error = self._error, None
             raise ShardstepError(f"the checkpoint {self.directory} was not written: {error}") from error
@@ -189,9 +190,10 @@ def save(
     finish()
     writing = staging.begin(Request(directories.at(root, step), overwrite, timeout))
     job = _Job(_checkpointer(writing), writing, cropped, retention)
-    job.start(tree)
-    saving = Saving(job)
-    _running.append(saving)
+    with interrupts.deferred():  # half begun, it would be lost
+        job.start(tree)
+        saving = Saving(job)
+        _running.append(saving)
     if wait:
         finish()
     return saving
