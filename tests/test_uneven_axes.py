@@ -71,6 +71,21 @@ def test_an_output_of_another_shape_than_the_steps_is_never_returned(monkeypatch
         step.lower(*args)
 
 
+@pytest.mark.parametrize("start", [-20, 3, 9, 15, np.uint8(200)])
+@pytest.mark.parametrize("name", MESHES)
+def test_a_window_of_the_examples_that_starts_outside_is_moved_inside(name, start):
+    """Replicas cut blocks out of a window that one axis divides: XLA made one slice of the two, and clamped it once."""
+
+    def step(w, x, z):
+        start = (jnp.sum(z) // 300).astype(z.dtype)
+        gradient = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        return w - gradient, jax.lax.dynamic_slice(x, (start, jnp.zeros_like(start)), (10, 8))
+
+    mesh, group = MESHES[name]
+    z = jnp.full(300, start)
+    assert_as_jit(step, normal(8, 8), normal(16, 8), z, mesh=mesh, group=group, batch_argnums=1)
+
+
 @pytest.mark.parametrize("shape", [(0,), (0, 4), (128, 0), (0, 128, 128)])
 def test_state_of_no_elements_is_not_cut_on_tiled_memory(shape):
     axes = tuple(Axis((name,), 4, Backend(tiled=True)) for name in "xy")

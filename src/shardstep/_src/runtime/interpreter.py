@@ -118,6 +118,8 @@ def _results(step: Step, operands: list[Any], axes: tuple[Axis, ...]) -> Sequenc
         blocks = (block_of(a.array.shape, p, axes) for a, p in zip(equation.inputs, step.operands, strict=True))
         operands = [filled(*given) for given in zip(operands, blocks, step.operands, ruling.fill, strict=True)]
     operands = operands if ruling.apart else _alike(operands)
+    if equation.primitive is lax.dynamic_slice_p:
+        operands = _from_inside(operands, ruling.params["slice_sizes"])
     if ruling.emit is None and equation.primitive.multiple_results:
         return equation.primitive.bind(*operands, **ruling.params)
     if ruling.emit is None:
@@ -127,6 +129,21 @@ def _results(step: Step, operands: list[Any], axes: tuple[Axis, ...]) -> Sequenc
     names = tuple(name for axis in axes for name in axis.names)
     local = Local(equation.primitive, ruling.params, inputs, outputs, names)
     return ruling.emit(local, *operands)
+
+
+def _from_inside(operands: list[Any], window: Sequence[int]) -> list[Any]:
+    """Where the window starts, clamped as `dynamic_slice` does, which XLA forgot before JAX 0.12 in a slice of a slice.
+
+    Replicas cut their blocks out of what was sliced, and XLA makes one slice of the two.
+    """
+    array, *starts = operands
+    last = (size - taken for size, taken in zip(array.shape, window, strict=True))
+    return [array, *(_clamped(start, n) if n else start for start, n in zip(starts, last, strict=True))]
+
+
+def _clamped(start: Any, last: int) -> Any:
+    kind = start.dtype.type
+    return lax.clamp(kind(0), start, kind(min(last, np.iinfo(kind).max)))
 
 
 def _in_fixed_order(step: Step, operands: list[Any], axes: tuple[Axis, ...]) -> Sequence[Any]:
