@@ -50,6 +50,18 @@ def pytest_collection_modifyitems(items):
         repeated = function(item) in on_eight and replicas(item) != REPLICAS
         if repeated or is_ours(item.path, item.name):
             item.add_marker(pytest.mark.once)
+        if (shared := shared_fixtures(item)) and not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(shared))
+
+
+def shared_fixtures(item):
+    """The module whose fixtures a test shares with others (with one choice of their parameters): one worker runs all
+    of these tests, and makes what they share once.
+    """
+    known = item._fixtureinfo.name2fixturedefs
+    names = [name for name in sorted(known) if known[name][-1].scope == "module"]
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    return names and " ".join([item.path.stem, *(str(params[name]) for name in names if name in params)])
 
 
 def function(item):

@@ -85,10 +85,14 @@ def debugging_nans(sharded, state, x):
 
 
 AROUND = [once, under_jit, under_a_donating_jit, in_a_scan, in_a_jitted_scan, without_jit, debugging_nans]
+PADDED = [pytest.param(around, 10, id=f"{around.__name__}-padded") for around in AROUND]
+EVEN = [
+    pytest.param(around, 16, id=f"{around.__name__}-even", marks=[pytest.mark.thorough] * (around is without_jit))
+    for around in AROUND
+]
 
 
-@pytest.mark.parametrize("rows", [16, 10], ids=["even", "padded"])
-@pytest.mark.parametrize("around", AROUND, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(("around", "rows"), PADDED + EVEN)
 def test_what_jax_puts_around_a_step(around, rows, mesh):
     """First on state as it came, then on state as it rests, `Padded` leaves included."""
     sharded, x = shardstep.shard(momentum, mesh, weights="sharded", options=SPLIT), examples(rows)

@@ -84,7 +84,6 @@ def two_layers(rows, inner, columns, optimizer):
     return step, (params, optimizer.init(params))
 
 
-@settings(max_examples=7)
 @given(
     rows=st.integers(2, 21),
     inner=st.integers(2, 21),

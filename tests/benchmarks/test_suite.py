@@ -120,7 +120,7 @@ def in_microbatches(replicas, optimizer):
     [
         (layers_scanned, "adamw+clip", ("over-data", "shardstep-sharded", "expert-sharded", "expert-layers")),
         (narrow, "muon", ("over-data", "shardstep", "expert-owned")),
-        (narrow, "shampoo", ("shardstep", "expert-owned")),
+        pytest.param(narrow, "shampoo", ("shardstep", "expert-owned"), marks=pytest.mark.thorough),
         (experts, "adam", ("over-data", "shardstep-sharded", "expert")),
         (in_microbatches, "adam", ("over-data", "shardstep", "expert")),
     ],

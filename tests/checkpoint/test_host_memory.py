@@ -33,9 +33,17 @@ print((bytes_of("VmHWM") - before) / part)
 """
 
 
+SPLIT, WHOLE = ("data", 1), ("", 2)
+FORMS = [
+    pytest.param(*SPLIT, "background", id="split over 4-background"),
+    pytest.param(*WHOLE, "wait", id="whole on 4 replicas-wait"),
+    pytest.param(*SPLIT, "wait", id="split over 4-wait", marks=pytest.mark.thorough),
+    pytest.param(*WHOLE, "background", id="whole on 4 replicas-background", marks=pytest.mark.thorough),
+]
+
+
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are read from Linux's /proc")
-@pytest.mark.parametrize("wait", ["wait", "background"])
-@pytest.mark.parametrize(("spec", "copies"), [("data", 1), ("", 2)], ids=["split over 4", "whole on 4 replicas"])
+@pytest.mark.parametrize(("spec", "copies", "wait"), FORMS)
 def test_the_peak_is_one_copy(tmp_path, wait, spec, copies):
     """192 MiB of logical arrays: 768 MiB on the replicas that hold them whole.
 

@@ -73,8 +73,15 @@ def differing(a, b):
     return sum(np.asarray(x).tobytes() != np.asarray(y).tobytes() for x, y in leaves)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("step", STEPS)
+SHORT = [("plain", jnp.bfloat16), ("accumulating", jnp.float32)]
+MORE = [("plain", jnp.float32), ("accumulating", jnp.bfloat16)]
+
+
+@pytest.mark.parametrize(
+    ("step", "dtype"),
+    [*SHORT, *(pytest.param(*case, marks=pytest.mark.thorough) for case in MORE)],
+    ids=lambda x: x if isinstance(x, str) else x.__name__,
+)
 def test_the_same_bits_on_two_replicas_or_more(step, dtype):
     on_eight = after(8, step, dtype, FIXED)
     for n in (4, 2):
