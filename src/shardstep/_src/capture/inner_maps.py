@@ -28,6 +28,8 @@ _UNTYPED = {compat.primitive(f"{name}_invariant"): compat.primitive(name) for na
 
 def without_maps(program: Program, names: Collection[str]) -> Program:
     """The program with every shard_map over no other axes than these written out; what cannot be stays as it is."""
+    if all(equation.primitive is not _SHARD_MAP for equation in program.walk()):
+        return program
     rename: dict[Var, Atom] = {}
     equations: list[Equation] = []
     constants = list(program.constants)

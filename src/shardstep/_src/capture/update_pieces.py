@@ -194,7 +194,7 @@ class _Search:
     def _free(self, i: int) -> bool:
         """May a piece grow into this? Not into a backward pass: gradients are not made alike for all leaves."""
         e = self.equations[i]
-        return not (self.barred[i] or i in self.piece_of or self.seeds[i]) and not compat.is_differentiated(e.sources)
+        return not (self.barred[i] or i in self.piece_of or self.seeds[i]) and not e.is_differentiated
 
     def _only_read_in(self, i: int, members: AbstractSet[int]) -> bool:
         made = self.equations[i].outputs

@@ -87,6 +87,11 @@ class Equation:
         shown = ", ".join(f"{k}={v}" for k, v in simple.items() if len(v) <= 60)
         return f"{self.primitive}[{shown}]" if shown else str(self.primitive)
 
+    @functools.cached_property
+    def is_differentiated(self) -> bool:
+        """Is it part of a function that is differentiated, forward or backward?"""
+        return compat.is_differentiated(self.sources)
+
     @property
     def line(self) -> str:
         """The user's source line: of the equation, or of the call that it was inlined from."""

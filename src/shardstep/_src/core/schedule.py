@@ -156,6 +156,15 @@ class Ruling:
         return self.visit is not None or any(is_batch(p) for layout in self.operands + self.seen for p in layout)
 
     @functools.cached_property
+    def reads_terms(self) -> tuple[int, ...]:
+        """The operands of which each replica has a term."""
+        return tuple(i for i, layout in enumerate(self.operands) if any(isinstance(p, Partial) for p in layout))
+
+    @functools.cached_property
+    def makes_terms(self) -> tuple[int, ...]:
+        return tuple(i for i, layout in enumerate(self.results) if any(isinstance(p, Partial) for p in layout))
+
+    @functools.cached_property
     def elements_made(self) -> int:
         """By one replica."""
         return sum(block.size for block in self.blocks)

@@ -301,8 +301,10 @@ class _Walk:
         return Product(work, blocks[0].dtype, sum(b.nbytes for b in blocks) + ruling.bytes_made)
 
     def new(self, var: Var, layout: Layout, buffer: Buffer) -> Buffer:
+        """Of a value that an equation makes."""
         self.made.append(buffer)
-        return self.add(var, layout, buffer)
+        self.values[var] = [(layout, buffer)]
+        return buffer
 
     def leave(self, atom: Atom, layout: Layout, place: int) -> Buffer | None:
         buffer = self.find(atom, layout)

@@ -90,7 +90,7 @@ def _is_tied_down(equation: Equation) -> bool:
     axes = (equation.params.get("axes"), equation.params.get("axis_name"))
     if any(isinstance(a, str) for named in axes for a in (named if isinstance(named, tuple) else (named,))):
         return True
-    return name in ("dot_general", "scan", "while", "cond") and compat.is_differentiated(equation.sources)
+    return name in ("dot_general", "scan", "while", "cond") and equation.is_differentiated
 
 
 _STAY = ("random_", "rng_", "threefry", "sharding_constraint", "reshard", "device_put", "call_hi", "shard_map")

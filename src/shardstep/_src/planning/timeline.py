@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..core import compat
-from ..core.layout import Layout, Partial, show
-from ..core.program import Atom, Literal, Var
+from ..core.layout import show
+from ..core.program import Atom, Literal
 from ..core.schedule import Collective, Schedule, Step
 
 PHASES = FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
@@ -94,9 +94,8 @@ def phases_of(schedule: Schedule) -> list[str]:
     leading: set[Atom] = set()  # values that work on the examples depends on
     for step, (on_examples, on_terms) in reversed(list(zip(schedule.steps, _shares(schedule), strict=True))):
         equation = step.equation
-        differentiated = compat.is_differentiated(equation.sources)
-        if on_examples or on_terms or differentiated or any(v in leading for v in equation.outputs):
-            leading.update(a for a in equation.inputs if isinstance(a, Var))
+        if on_examples or on_terms or equation.is_differentiated or not leading.isdisjoint(equation.outputs):
+            leading.update(equation.inputs)
             found.append(BACKWARD if on_terms or compat.is_backward(equation.sources) else FORWARD)
         else:
             found.append(UPDATE)
@@ -105,23 +104,19 @@ def phases_of(schedule: Schedule) -> list[str]:
 
 def of_update(step: Step) -> bool:
     """Does it belong to the update, as far as can be told from itself? Loops are asked for what is inside."""
-    return not step.ruling.over_examples and (bool(step.bodies) or not compat.is_differentiated(step.equation.sources))
+    return not step.ruling.over_examples and (bool(step.bodies) or not step.equation.is_differentiated)
 
 
 def _shares(schedule: Schedule) -> Iterator[tuple[bool, bool]]:
     """For each step: does it run over examples? Over sums over examples that are not reduced yet (gradients)?"""
     terms: set[Atom] = set()
     for step in schedule.steps:
-        on_examples = step.ruling.over_examples
-        on_terms = any(a in terms and _partial(f) for a, f in zip(step.equation.inputs, step.operands, strict=True))
-        if on_examples or on_terms:
-            results = zip(step.equation.outputs, step.results, strict=True)
-            terms.update(v for v, layout in results if _partial(layout))
+        equation, ruling = step.equation, step.ruling
+        on_examples = ruling.over_examples
+        on_terms = bool(ruling.reads_terms) and any(equation.inputs[i] in terms for i in ruling.reads_terms)
+        if ruling.makes_terms and (on_examples or on_terms):
+            terms.update(equation.outputs[i] for i in ruling.makes_terms)
         yield on_examples, on_terms and not on_examples
-
-
-def _partial(layout: Layout) -> bool:
-    return any(isinstance(p, Partial) for p in layout)
 
 
 # -- the picture --------------------------------------------------------------------------------------------------

@@ -19,9 +19,9 @@ def update_of(program: Program) -> frozenset[Equation]:
     found: set[Equation] = set()
     made: set[Atom] = set()  # of gradients
     for e in program.equations:
-        reads = any(a in made for a in e.inputs)
-        within = [e, *(f for body in e.bodies for f in body.walk())]
-        if any(compat.is_differentiated(f.sources) for f in within):
+        reads = not made.isdisjoint(e.inputs)
+        within = [e, *(f for body in e.bodies for f in body.walk())] if e.bodies else [e]
+        if any(f.is_differentiated for f in within):
             found.update(*map(update_of, e.bodies))
         elif reads:
             found.add(e)

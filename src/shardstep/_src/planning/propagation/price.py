@@ -18,7 +18,7 @@ from ...core.layout import Array, Axis, Layout, block_shape
 from ...core.moves import priced_moves
 from ...core.schedule import Schedule, Step
 from ...machine.links import Peak, Ring
-from ..flops import flops
+from ..flops import flops, multiplies
 
 _COND = compat.primitive("cond")
 
@@ -78,7 +78,8 @@ def slowest(rings: Sequence[Ring]) -> float:
 
 def work(schedule: Schedule, peak: Peak) -> float:
     """Seconds of one replica in products and factorizations that do not run over the examples."""
-    return sum(work_of(step, schedule.axes, peak) for step in schedule.steps)
+    counted = (step for step in schedule.steps if step.bodies or multiplies(step.equation.primitive))
+    return sum((work_of(step, schedule.axes, peak) for step in counted), 0.0)
 
 
 def work_of(step: Step, axes: tuple[Axis, ...], peak: Peak) -> float:
