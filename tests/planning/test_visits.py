@@ -99,11 +99,11 @@ def test_auto_shards_weights_that_then_need_not_move(mesh):
 
 def test_small_weights_move_however_few_the_examples(mesh):
     def start():
-        weights = [(jnp.ones((256, 256)), jnp.zeros(256))] * LAYERS
+        weights = [(jnp.ones((512, 512)), jnp.zeros(512))] * LAYERS
         return weights, OPTIMIZER.init(weights)
 
     sharded = shardstep.shard(step, mesh, weights="sharded")
-    assert not on_visit(sharded, start(), jnp.ones((16, 256)))
+    assert not on_visit(sharded, start(), jnp.ones((16, 512)))
 
 
 @pytest.mark.parametrize("asked", [{"reduce_dtype": jnp.bfloat16}, {"wire": "int8"}, {"deterministic": True}])
