@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import PartitionSpec
 from steps import mesh_of
 
@@ -72,3 +73,24 @@ def test_every_change_of_layout_keeps_the_value(outermost):
     results = jax.jit(over(change, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data")))(*blocks)
     for (a, b), result in zip(pairs, results, strict=True):
         np.testing.assert_array_equal(joined(np.asarray(result), b), VALUE, f"{a} -> {b}")
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 8])
+@pytest.mark.parametrize("shape, dim", [((1,), 0), ((2, 1), 1), ((1, 3), 0)], ids=["row", "rows of one", "row of rows"])
+def test_a_single_row_goes_to_one_replica_however_it_lies_in_memory(shape, dim, n):
+    """A batch of one example: what LAPACK makes lies by columns, padding by rows, and XLA took both for one layout."""
+    shape = (*shape, 10 * n)
+    source, target = Split(len(shape) - 1), Split(dim, extent=n)
+    value = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+
+    def cut(x):
+        rows = 2 * jnp.broadcast_to(jnp.eye(x.shape[-2]), (*x.shape[:-2], x.shape[-2], x.shape[-2]))
+        solved = lax.linalg.triangular_solve(rows, x, left_side=True, lower=True)
+        return convert(solved, shape, (source,), (target,), (Axis(("data",), n),))
+
+    def spec(split):
+        return PartitionSpec(*(None,) * split.dim, "data")
+
+    mapped = jax.shard_map(cut, mesh=mesh_of(n), in_specs=spec(source), out_specs=spec(target))
+    found = np.asarray(jax.jit(mapped)(value)).take(range(shape[dim]), dim)
+    np.testing.assert_allclose(found, value / 2, rtol=1e-6)

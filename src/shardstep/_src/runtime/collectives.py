@@ -91,7 +91,7 @@ def perform(x: jax.Array, move: Move, axis: Axis) -> jax.Array:
         case Split() as s, Replicated():
             return gather(x, s, axis)
         case Split(outer=1) as a, Split(outer=1) as b if a.dim != b.dim:
-            return lax.all_to_all(x, axis.name, split_axis=b.dim, concat_axis=a.dim, tiled=True)
+            return exchange(x, a, b, axis)
         case Replicated(), Split() as s:
             return block(x, s, axis)
         case Replicated(), Partial("add"):
@@ -117,6 +117,17 @@ def reduce(x: jax.Array, op: str, axis: Axis) -> jax.Array:
     if x.dtype == jnp.bool_:
         return reduce(x.astype(jnp.int8), op, axis).astype(jnp.bool_)
     return {"add": lax.psum, "max": lax.pmax, "min": lax.pmin}[op](x, axis.name)
+
+
+def exchange(x: jax.Array, source: Split, target: Split, axis: Axis) -> jax.Array:
+    """All-to-all."""
+    if not target.extent or x.shape[target.dim] > axis.size:
+        return lax.all_to_all(x, axis.name, split_axis=target.dim, concat_axis=source.dim, tiled=True)
+    # Of a single row beside its padding, XLA sends the row as it lies, and padding as it would lie by itself: it finds
+    # two layouts of one block in the all-to-all, and gives up. One dimension has one layout.
+    blocks = in_blocks(x, target.dim, axis.size)
+    sent = lax.all_to_all(blocks.ravel(), axis.name, split_axis=0, concat_axis=0, tiled=True)
+    return from_blocks(sent.reshape(blocks.shape), source.dim)
 
 
 def scatter(x: jax.Array, dim: int, axis: Axis) -> jax.Array:
