@@ -93,6 +93,20 @@ def test_state_of_no_elements_is_not_cut_on_tiled_memory(shape):
     assert found == {}
 
 
+@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("features", [(0, 8), (8, 0), (0,)])
+def test_examples_of_no_elements_come_back_as_they_are(features, name):
+    """Repeated examples are cut in blocks of each repetition, and those were joined by dividing by no elements."""
+
+    def step(w, x, z):
+        gradient = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        return w - gradient, jnp.tile(z, (2, *(1 for _ in features))), jnp.concatenate([z, z])
+
+    mesh, group = MESHES[name]
+    z = jnp.zeros((8, *features), jnp.int32)
+    assert_as_jit(step, normal(8, 8), normal(8, 8, seed=1), z, mesh=mesh, group=group, batch_argnums=(1, 2))
+
+
 @pytest.mark.parametrize("examples", [1, 7])
 @pytest.mark.parametrize("name", MESHES)
 def test_rows_of_a_table_whose_columns_are_examples(name, examples):

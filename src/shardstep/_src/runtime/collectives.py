@@ -201,4 +201,4 @@ def _in_view(x: jax.Array, split: Split, act: Any) -> jax.Array:
         return act(x, split.dim)
     d, shape = split.dim, x.shape
     done = act(x.reshape(*shape[:d], split.outer, shape[d] // split.outer, *shape[d + 1 :]), d + 1)
-    return done.reshape(*shape[:d], -1, *shape[d + 1 :])
+    return done.reshape(*shape[:d], done.shape[d] * done.shape[d + 1], *shape[d + 1 :])
