@@ -32,6 +32,7 @@ class Cost(NamedTuple):
     memory: float
 
 
+ADAM = ("adam", "adamw")
 SIMPLER = ("sgd", "momentum")
 NAMES = {"weights replicated": "shardstep", "weights sharded": "shardstep-sharded"}  # tpu_aot.py's for the same
 SHOWN = ("replicated", "shardstep", "shardstep-sharded")
@@ -53,7 +54,7 @@ def compared(costs: Iterable[tuple[Where, Cost]]) -> Iterator[Claim]:
     for (machine, workload, variant, optimizer), adam in found.items():
         for simpler in SIMPLER:
             other = found.get((machine, workload, variant, simpler))
-            if optimizer == "adam" and other is not None and variant in SHOWN:
+            if optimizer in ADAM and other is not None and variant in SHOWN:
                 ratios = adam.time / other.time, adam.memory / other.memory
                 yield Claim(machine, workload, variant, simpler, *ratios)
 
