@@ -441,14 +441,14 @@ MUTATIONS = [
         "capture/batch.py",
         "for i, dim, size in sized if size == examples}",
         "for i, dim, size in sized}",
-        "test_api.py -k batch",
+        "test_per_replica.py -k another_size",
     ),
     Mutation(
         "a key is an example",
         "capture/batch.py",
         "if any(i in state or is_key(call.leaves[i]) for i in leaves):",
         "if any(i in state for i in leaves):",
-        "test_api.py -k 'key or batch'",
+        "test_per_replica.py -k two_words",
     ),
 ]
 

@@ -346,6 +346,34 @@ def test_a_branch_on_a_reduced_condition():
 # -- what comes back --------------------------------------------------------------------------------------------------
 
 
+def test_a_key_of_two_words_is_no_example():
+    """Nobody says which argument is the batch: that of two rows, or that of as many as there are examples?"""
+
+    def step(state, batch, key):
+        params, moments = state
+        noise = jax.random.normal(key, (64,)) / 10
+        value, gradients = jax.value_and_grad(lambda p: loss({**p, "b": p["b"] + noise}, batch))(params)
+        return update(params, moments, lax.pmean(gradients, "batch")), lax.pmean(value, "batch")
+
+    key = jax.random.key_data(jax.random.key(3))
+    assert key.shape == (2,)
+    ours = shardstep.shard(step, mesh_of(8), axis_name="batch")(adam_state(), batch(), key)
+    assert_same(ours, reference(step, 8, inputs=(ALL, MINE, ALL))(adam_state(), batch(), key))
+
+
+def test_a_leaf_of_another_size_in_the_batch_is_no_example():
+    def step(state, batch):
+        params, moments = state
+        scaled = {"x": batch["x"] * jnp.mean(batch["scales"]), "y": batch["y"]}
+        value, gradients = jax.value_and_grad(loss)(params, scaled)
+        return update(params, moments, lax.pmean(gradients, "batch")), lax.pmean(value, "batch")
+
+    given = {**batch(), "scales": jnp.arange(5.0)}
+    ours = shardstep.shard(step, mesh_of(8), axis_name="batch", batch_argnames="batch")(adam_state(), given)
+    apart = {"x": MINE, "y": MINE, "scales": ALL}
+    assert_same(ours, reference(step, 8, inputs=(ALL, apart))(adam_state(), given))
+
+
 def test_metrics_of_each_example_come_back_side_by_side():
     def step(state, batch):
         state, _ = step_with(lambda g: lax.pmean(g, "batch"))(state, batch)
