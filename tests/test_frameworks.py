@@ -290,4 +290,5 @@ def test_dataclasses_registered_with_jax(mesh):
     w = jax.random.normal(jax.random.key(0), (64, 80)) / 8
     sharded = shardstep.shard(train_step, mesh)
     state = State(w, jnp.zeros_like(w))
-    train(jax.jit(train_step), sharded, state, lambda step, state, i: step(state, batch(i)))
+    trained = train(jax.jit(train_step), sharded, state, lambda step, state, i: step(state, batch(i)))
+    assert isinstance(trained, State) and trained.rate == 0.1 and is_shared(trained.m)

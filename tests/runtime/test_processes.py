@@ -56,6 +56,7 @@ def test_same_as_one_process(tmp_path, count, devices):
 
 
 def test_per_replica_steps_sharded_weights_groups_and_uneven_batches(tmp_path):
+    """Each process compares what it holds with one plain run (`workers/variants.py`), and fails if it differs."""
     port = free_port()
     with started([[WORKERS / "variants.py", port, 2, i, 2] for i in range(2)], tmp_path) as processes:
         processes.succeed()
