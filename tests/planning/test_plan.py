@@ -260,7 +260,7 @@ def test_json_of_a_mesh_of_two_axes():
 
 def test_a_plan_pickles(adam_plan):
     again = pickle.loads(pickle.dumps(adam_plan))
-    assert again == adam_plan and str(again) == str(adam_plan)
+    assert again == adam_plan and str(again) == str(adam_plan) and again.to_json() == adam_plan.to_json()
 
 
 def test_a_plan_is_frozen(adam_plan):

@@ -13,7 +13,8 @@ from browser import CHROMIUM, chromium, opened
 
 import shardstep
 from shardstep import Options
-from shardstep._src.planning.plan import Owned, Total
+from shardstep._src.planning.plan import Owned
+from shardstep._src.planning.programs import Total
 from shardstep._src.tools.report.html import page
 
 HOSTILE = "</script><img src=x onerror=alert(1)>&amp;"
@@ -289,7 +290,9 @@ def test_data_is_json_whatever_the_names(plan):
 
 def test_a_step_that_is_left_to_xla_says_so(browser, plan, tmp_path):
     """No empty pictures and tables: its collectives are XLA's."""
-    left = dataclasses.replace(plan, engine="annotate", why_engine="because", timeline=(), collectives=(), update=())
+    programs = dataclasses.replace(plan.programs, rewritten=False)
+    left = dataclasses.replace(plan, engine="annotate", why_engine="because", programs=programs)
+    assert left.timeline == left.collectives == left.update == ()
     left.to_html(tmp_path / "left.html")
     with opened(browser, tmp_path / "left.html") as page:
         assert "the step is left to XLA: because" in page.inner_text("#verdict")

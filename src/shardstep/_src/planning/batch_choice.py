@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from ..capture.arguments import shape_of
 from ..capture.batch import Examples, Unit
@@ -88,7 +89,6 @@ class _Search:
     def __init__(self, captured: Captured, replicas: Replicas, memo: Memo):
         self.captured, self.replicas, self.memo = captured, replicas, memo
         self.axes = (joined(replicas.axes),)
-        self.update = update_of(captured.program)
         self.costs: dict[frozenset[Unit], Cost] = {}
         self.plans: dict[frozenset[Unit], Schedule] = {}
 
@@ -171,8 +171,16 @@ class _Search:
         return not _moves_examples(self.plan(choice)) and self.shares_products(choice)
 
     def shares_products(self, choice: frozenset[Unit]) -> bool:
-        products = (s for s, _ in _steps(self.plan(choice), self.update) if multiplies(s.equation.primitive))
+        """Mostly all of them are shared, and nobody has to know which are the update's."""
+        return self._shares(choice, frozenset()) or self._shares(choice, self.update)
+
+    def _shares(self, choice: frozenset[Unit], but: AbstractSet[Equation]) -> bool:
+        products = (s for s, _ in _steps(self.plan(choice), but) if multiplies(s.equation.primitive))
         return all(any(layout != whole(self.axes) for layout in step.operands) for step in products)
+
+    @cached_property
+    def update(self) -> frozenset[Equation]:
+        return update_of(self.captured.program)
 
     def told(self, choice: frozenset[Unit]) -> Examples:
         """The choice, and what the user should know of it: nothing where there was none to make."""

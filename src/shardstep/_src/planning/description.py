@@ -15,16 +15,14 @@ from ..core import trees
 from ..core.execution import HOST
 from ..core.layout import Array, Axis, Layout, Varying, block_shape, is_batch, padded_shape, partition_spec, show
 from ..core.program import Var
-from ..core.schedule import Fallback, Schedule
+from ..core.schedule import Fallback
 from ..core.user_shardings import Kept, joined, show_kept
 from ..machine.replicas import Replicas
 from . import engines, host_memory
-from .carried import carried
-from .costs import axis_times, clock, update_time, wire_time
+from .costs import axis_times, wire_time
 from .decision import Decided
-from .estimate import estimate
-from .plan import Leaf, Plan, Total
-from .timeline import moments, of_update, segments, update_lines
+from .plan import Leaf, Plan
+from .programs import Programs, Total
 
 
 def describe(captured: Captured, decided: Decided, replicas: Replicas) -> Plan:
@@ -38,9 +36,7 @@ def describe(captured: Captured, decided: Decided, replicas: Replicas) -> Plan:
     state = [leaves[i] for i in captured.state]
     baseline, ours = decided.baseline, decided.schedule
     rewritten = decided.engine.engine == "rewrite"
-    told = tuple(moments(ours)) if rewritten else ()
-    before = estimate(baseline, decided.donated, axes, topology)
-    after = estimate(ours, decided.donated, axes, topology, decided.hosted)
+    programs = Programs(captured, decided.roles, baseline, ours, rewritten, decided.donated, decided.hosted, replicas)
     busy = axis_times(ours.collectives, axes, topology) if rewritten and len(axes) > 1 else []
     shardings = captured.call.merged([leaf.sharding(replicas.mesh) for leaf in leaves])
     return Plan(
@@ -51,18 +47,13 @@ def describe(captured: Captured, decided: Decided, replicas: Replicas) -> Plan:
         weights=decided.weights,
         why_weights=decided.why_weights,
         leaves=leaves,
-        collectives=carried(ours, captured, decided.roles) if rewritten else (),
         fallbacks=_merged(ours.fallbacks) if rewritten else (),
         state_bytes=Total(sum(x.bytes_before for x in state), sum(x.bytes_after for x in state)),
         wire_bytes=Total(engines.sent(baseline), decided.wire_bytes),
-        update_flops=Total(_update_work(baseline), _update_work(ours)),
         wire_seconds=Total(
             wire_time(baseline.collectives, axes, topology),
             wire_time((ours if rewritten else baseline).collectives, axes, topology),
         ),
-        update_seconds=Total(update_time(baseline, topology), update_time(ours, topology)),
-        step_seconds=Total(before.seconds.total, after.seconds.total),
-        peak_bytes=Total(before.memory.peak, after.memory.peak),
         memory=decided.memory,
         axis_seconds=tuple(("+".join(axis.names), seconds) for axis, seconds in zip(axes, busy, strict=False)),
         engine=decided.engine.engine,
@@ -71,9 +62,7 @@ def describe(captured: Captured, decided: Decided, replicas: Replicas) -> Plan:
         lossy=decided.lossy,
         why_offload=host_memory.told(decided.schedule, decided.hosted, decided.why_hosted),
         owned=decided.owned,
-        timeline=segments(told, clock(ours, topology, after.seconds)),
-        timeline_before=segments(moments(baseline), clock(baseline, topology, before.seconds)),
-        update=update_lines(told, dict(zip(inputs, captured.paths, strict=True))),
+        programs=programs,
         shardings=captured.call.with_static_arguments(*trees.like(captured.call.treedef, shardings)),
         structure=_structure(captured, shardings),
     )
@@ -137,12 +126,3 @@ def _merged(fallbacks: Sequence[Fallback]) -> tuple[Fallback, ...]:
     for f in fallbacks:
         moved[f.primitive, f.why, f.line] = moved.get((f.primitive, f.why, f.line), 0.0) + f.bytes
     return tuple(Fallback(primitive, why, nbytes, line) for (primitive, why, line), nbytes in moved.items())
-
-
-def _update_work(decided: Schedule) -> float:
-    """Elements computed per replica in the equations of the update."""
-    work = 0.0
-    for step in filter(of_update, decided.steps):
-        work += sum(times * _update_work(body) for body, times in zip(step.bodies, step.times, strict=True))
-        work += 0 if step.bodies else step.ruling.elements_made
-    return work

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core.errors import ShardstepError
 from ..core.schedule import Collective, Fallback
+from .programs import VIEWS, Programs, Total
 from .timeline import Line, Segment
 
 
@@ -50,18 +51,6 @@ class Argument:
     @property
     def name(self) -> str:
         return next(re.split(r"[.\[]", leaf.path)[0] for leaf in self.leaves if leaf)
-
-
-@dataclass(frozen=True)
-class Total:
-    """A quantity per replica and step, in the replicated and in the sharded program."""
-
-    replicated: float
-    sharded: float
-
-    @property
-    def ratio(self) -> float:
-        return self.sharded / self.replicated if self.replicated else 1.0
 
 
 @dataclass(frozen=True)
@@ -119,28 +108,61 @@ class Plan:
     weights: str
     why_weights: str
     leaves: tuple[Leaf, ...]
-    collectives: tuple[Collective, ...]
     fallbacks: tuple[Fallback, ...]
     state_bytes: Total
     wire_bytes: Total
-    update_flops: Total
     wire_seconds: Total  # predicted by the cost model, see `costs.py`
-    update_seconds: Total
-    step_seconds: Total
-    peak_bytes: Total  # predicted, see `memory.py`
+    programs: Programs = field(compare=False, repr=False)  # both: what follows from them is worked out when it is read
     memory: int | None = None  # bytes that a device may use
     axis_seconds: tuple[tuple[str, float], ...] = ()  # how long the links of each data axis are busy, of several
     notes: tuple[str, ...] = ()
     lossy: str = ""  # what is rounded on the wire beyond what the step itself rounds (`Options.wire`)
     owned: tuple[Owned, ...] = ()  # whole matrices that the update needs, and who has them
-    timeline: tuple[Segment, ...] = ()  # the sharded step in order
-    timeline_before: tuple[Segment, ...] = ()  # the replicated one
-    update: tuple[Line, ...] = ()  # the update, equation by equation
     engine: str = "rewrite"  # or "annotate": XLA partitions the step; its collectives are known once it is compiled
     why_engine: str = "as asked"
     why_offload: str = ""  # what rests in host memory, and why; or why nothing does although that was asked for
     shardings: Any = field(default=None, compare=False, repr=False)  # pytree like (args, kwargs) of NamedSharding
     structure: Any = field(default=None, compare=False, repr=False)  # of each argument: treedef, values and paths
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        """What the step sends, in order; empty if the step is left to XLA."""
+        return self.programs.collectives
+
+    @property
+    def update_flops(self) -> Total:
+        """Elements computed in the update."""
+        return self.programs.update_flops
+
+    @property
+    def update_seconds(self) -> Total:
+        """Predicted, of the update alone."""
+        return self.programs.update_seconds
+
+    @property
+    def step_seconds(self) -> Total:
+        """Predicted, of everything."""
+        return self.programs.step_seconds
+
+    @property
+    def peak_bytes(self) -> Total:
+        """Predicted, see `memory.py`."""
+        return self.programs.peak_bytes
+
+    @property
+    def timeline(self) -> tuple[Segment, ...]:
+        """The sharded step in order."""
+        return self.programs.timeline
+
+    @property
+    def timeline_before(self) -> tuple[Segment, ...]:
+        """The replicated step in order."""
+        return self.programs.timeline_before
+
+    @property
+    def update(self) -> tuple[Line, ...]:
+        """The update, equation by equation."""
+        return self.programs.update
 
     @property
     def host_bytes(self) -> int:
@@ -165,7 +187,8 @@ class Plan:
         self.__dict__.update(state)
 
     def to_json(self) -> str:
-        data = {name: value for name, value in self.__dict__.items() if name not in ("shardings", "structure")}
+        data = {name: value for name, value in self.__dict__.items() if name not in _INTERNAL}
+        data |= {name: getattr(self, name) for name in VIEWS}
         data["auxiliary_share"] = self.auxiliary_share
         data["fits"] = self.fits
         data["host_bytes"] = self.host_bytes
@@ -221,6 +244,9 @@ class Plan:
         auxiliary = [leaf for leaf in self.leaves if leaf.role == "auxiliary"]
         total = sum(leaf.bytes_before for leaf in auxiliary)
         return sum(leaf.bytes_before for leaf in auxiliary if "split" in leaf.layout) / total if total else 1.0
+
+
+_INTERNAL = ("programs", "shardings", "structure")
 
 
 def _plain(value: Any) -> Any:

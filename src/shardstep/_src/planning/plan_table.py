@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from .engines import enough
 from .formatting import array, count, duration, size
 from .host_memory import REFUSED
-from .plan import Leaf, Owned, Plan, Total
+from .plan import Leaf, Owned, Plan
+from .programs import Total
 
 
 def _change(total: Total) -> str:

@@ -13,7 +13,8 @@ from ...planning.formatting import duration, size
 from .summary import left_to_xla, short_line
 
 if TYPE_CHECKING:
-    from ...planning.plan import Leaf, Plan, Total
+    from ...planning.plan import Leaf, Plan
+    from ...planning.programs import Total
 
 STATE = ("weight", "auxiliary", "frozen")
 LENGTH = 70  # of a sentence, beside its topic in 80 columns
