@@ -21,6 +21,7 @@ from .find_state import Matching, match_state
 from .inner_maps import without_maps
 from .jitted import Donate, Jitted, donated
 from .looked_up_layers import layers_in_turn
+from .saved_layers import read_from_their_stacks
 from .simplification import simplify
 from .tracing import Keep, Shares, Traced, trace, trace_guessing
 
@@ -190,7 +191,7 @@ def _program(traced: Traced, spec: StepSpec) -> Program:
     program = passes.leave("capture", flatten(traced.jaxpr))
     if spec.axis_name is None:
         program = without_maps(program, spec.data_axes)
-    return passes.leave("simplification", layers_in_turn(simplify(program)))
+    return passes.leave("simplification", read_from_their_stacks(layers_in_turn(simplify(program))))
 
 
 def uses_axis(program: Program, axis_name: str) -> bool:
