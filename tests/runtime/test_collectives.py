@@ -178,6 +178,22 @@ def test_scattered_and_gathered_along_any_dimension(dim, dtype, outermost, mesh)
         np.testing.assert_array_equal(np.asarray(found, np.float32), terms.astype(np.float32).sum(0))
 
 
+@pytest.mark.parametrize(("rows", "concatenated"), [(16, True), (8, False)])
+def test_blocks_with_long_rows_are_gathered_end_to_end(rows, concatenated, mesh):
+    """Rows of 32 KiB and of 16 KiB."""
+    axis, split = Axis(("data",), 8, Backend(outermost=True)), Split(1)
+    placed = jax.device_put(
+        jnp.arange(3 * 8 * rows * 512.0).reshape(3, 8 * rows, 512), NamedSharding(mesh, PartitionSpec(None, "data"))
+    )
+
+    def whole(x):
+        return gather(x, split, axis)
+
+    gathered = jax.jit(jax.shard_map(whole, mesh=mesh, in_specs=PartitionSpec(None, "data"), out_specs=PartitionSpec()))
+    np.testing.assert_array_equal(gathered(placed), placed)
+    assert ("concatenate" in gathered.lower(placed).as_text()) == concatenated
+
+
 @pytest.mark.parametrize("outermost", [False, True])
 def test_no_weight_is_transposed_to_be_split_along_an_inner_dimension(outermost, mesh):
     """100 rows are not to be shared by 8 replicas, 256 columns are; memory stays row after row."""

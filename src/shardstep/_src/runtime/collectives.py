@@ -6,6 +6,7 @@ inside `shard_map`.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -144,7 +145,7 @@ def gather(x: jax.Array, split: Split, axis: Axis) -> jax.Array:
 
     def whole(v: jax.Array, d: int) -> jax.Array:
         if axis.backend.outermost and d:
-            return from_blocks(gather_blocks(v, axis, 0, tiled=False), d)
+            return _end_to_end(gather_blocks(v, axis, 0, tiled=False), d)
         return gather_blocks(v, axis, d, tiled=True)
 
     return _in_view(x, split, whole)
@@ -166,6 +167,22 @@ def from_blocks(blocks: jax.Array, dim: int) -> jax.Array:
     n, *block = blocks.shape
     block[dim] *= n
     return jnp.moveaxis(blocks, 0, dim).reshape(block)
+
+
+_LONG = 32 * 1024  # bytes
+
+
+def _end_to_end(blocks: jax.Array, dim: int) -> jax.Array:
+    """The same, where XLA's CPU backend gathered them.
+
+    Blocks whose rows are long in memory are concatenated: XLA then copies row by row, not element by element. (Measured
+    on 8 devices, rows of 32 to 256 KiB: 0.56 to 1.06 of the CPU time with JAX 0.12, 0.88 to 1.02 with 0.10. With rows
+    of 2 KiB it would take half as long again.)
+    """
+    n, *block = blocks.shape
+    if math.prod(block[dim:]) * blocks.dtype.itemsize < _LONG:
+        return from_blocks(blocks, dim)
+    return lax.concatenate([lax.index_in_dim(blocks, i, keepdims=False) for i in range(n)], dim)
 
 
 def gather_blocks(x: jax.Array, axis: Axis, dim: int, tiled: bool) -> jax.Array:
