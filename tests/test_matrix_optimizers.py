@@ -236,6 +236,25 @@ def test_owning_goes_with_every_way_of_sharding(owning, how):
     assert_same_training(step, state, batch, sharded)
 
 
+def test_on_a_torus_whole_stacks_travel(monkeypatch):
+    """Blocks of rows along two axes, of columns along the third: of all leaves alike, so that no leaf moves by itself.
+
+    Two all-to-alls in, as the dimensions differ, and two out; weights and gradients move as with any optimizer.
+    """
+    monkeypatch.setitem(links.CHIPS, "v5p", links.CHIPS["v5p"]._replace(peak=links.Peak(*[1e7] * 4)))
+    step, state = zoo.training(zoo.transformation("muon_unrolled"), zoo.layers(4, (64, 512)))
+    batch, options = zoo.examples(64, 64), shardstep.Options(topology="v5p:2x2x2", min_shard_bytes=16, bucket_bytes=1)
+    sharded = shardstep.shard(step, replicas(8), weights="sharded", options=options)
+    plan = sharded.plan(state, batch)
+    moved = [c for c in plan.collectives if c.kind == "all-to-all"]
+    assert [(c.purpose, c.shape[0]) for c in moved] == [("stacked", 8)] * 2 + [("unstack", 8)] * 2
+    assert len({str(leaf.layout) for leaf in plan.leaves if len(leaf.shape) == 2 and leaf.role != "batch"}) == 1
+    elementwise, plain = zoo.training(optax.sgd(0.1, 0.9), zoo.layers(4, (64, 512)))
+    beside = shardstep.shard(elementwise, replicas(8), weights="sharded", options=options).plan(plain, batch)
+    assert sent(plan) - Counter({"all-to-all": 4}) == sent(beside)
+    assert_same_training(step, state, batch, sharded)
+
+
 @pytest.mark.parametrize(
     ("name", "count", "n"),
     [

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from steps import mesh_of
 
 from shardstep._src.core.backend import Backend
-from shardstep._src.core.layout import PARTIAL, REPLICATED, Axis, Partial, Split, padded_shape
+from shardstep._src.core.layout import PARTIAL, REPLICATED, Axis, Partial, Split, padded_shape, partition_spec
+from shardstep._src.core.moves import moves
 from shardstep._src.runtime.collectives import convert
 
 N, SHAPE = 4, (8, 12)
@@ -94,3 +96,58 @@ def test_a_single_row_goes_to_one_replica_however_it_lies_in_memory(shape, dim, 
     mapped = jax.shard_map(cut, mesh=mesh_of(n), in_specs=spec(source), out_specs=spec(target))
     found = np.asarray(jax.jit(mapped)(value)).take(range(shape[dim]), dim)
     np.testing.assert_allclose(found, value / 2, rtol=1e-6)
+
+
+# -- several axes at once ---------------------------------------------------------------------------------------------
+
+CUBE = tuple(Axis((name,), 2) for name in "zyx")
+
+
+def lying(*dims):
+    return tuple(map(Split, dims))
+
+
+@pytest.mark.parametrize(
+    "source, target, made",
+    [
+        ((1, 1, 2), (0, 0, 0), [(0, 1), (2,)]),  # rows of a stack go to their owners: z and y at once, then x
+        ((0, 0, 0), (1, 1, 2), [(2,), (0, 1)]),  # and back
+        ((1, 1, 1), (0, 0, 0), [(0, 1, 2)]),
+        ((0, 1, 1), (0, 2, 2), [(1, 2)]),  # z stays
+        ((0, 1, 1), (0, 0, 0), [(1, 2)]),  # inside of z, which stays
+        ((1, 1, 2), (2, 0, 0), [(1,), (2,), (0,)]),  # whoever is free goes first
+    ],
+)
+def test_axes_that_make_the_same_move_make_it_in_one_all_to_all(source, target, made):
+    found = list(moves(lying(*source), lying(*target), (8, 8, 8), CUBE))
+    assert [(m.kind, m.axes) for m in found] == [("all-to-all", axes) for axes in made]
+
+
+@pytest.mark.parametrize(
+    "source, target",
+    [
+        ((0, 1, 1), (1, 1, 2)),  # z would have to go under y
+        ((0, 0, 1), (1, 1, 0)),  # z and y under x, or x under them
+    ],
+)
+def test_axes_that_are_in_each_others_way_gather_something(source, target):
+    found = list(moves(lying(*source), lying(*target), (8, 8, 8), CUBE))
+    assert "all-gather" in {m.kind for m in found}
+
+
+def test_every_change_of_split_along_three_axes_keeps_the_value():
+    shape, layouts = (8, 8, 8), [lying(*dims) for dims in itertools.product(range(3), repeat=3)]
+    pairs = [pair for pair in itertools.permutations(layouts, 2) if sum(a != b for a, b in zip(*pair, strict=True)) > 1]
+    pairs = pairs[::9]  # compiling all of them would take a minute
+    value = np.arange(8.0**3, dtype=np.float32).reshape(shape)
+
+    def change(*blocks):
+        return [convert(x, shape, a, b, CUBE) for x, (a, b) in zip(blocks, pairs, strict=True)]
+
+    specs = ([partition_spec(3, pair[i], CUBE) for pair in pairs] for i in (0, 1))
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), tuple("zyx"))
+    over = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
+    given, expected = (tuple(s) for s in specs)
+    found = jax.jit(over(change, in_specs=given, out_specs=list(expected)))(*[value] * len(pairs))
+    for (a, b), x in zip(pairs, found, strict=True):
+        np.testing.assert_array_equal(np.asarray(x), value, f"{a} -> {b}")

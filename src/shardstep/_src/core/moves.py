@@ -137,8 +137,8 @@ def moves(source: Layout, target: Layout, shape: tuple[int, ...], axes: tuple[Ax
     compiler makes an all-reduce of such a scatter, so it comes when little is left. What is to be split is split before
     anything else is reduced: an all-reduce of a shard is cheaper than one of the whole.
     """
-    if together := _together(source, target):
-        yield together
+    if exchanges := _exchanges(source, target):
+        yield from exchanges
         return
     current = list(source)
     undone: list[int] = []
@@ -250,15 +250,36 @@ def _direct(current: list[Placement], target: Layout, k: int) -> bool:
     return True
 
 
-def _together(source: Layout, target: Layout) -> Move | None:
-    """Axes that all go from one dimension to another: one all-to-all over all of them, if no other axis is near."""
-    changing = [k for k in range(len(source)) if source[k] != target[k]]
-    if len(changing) < 2 or len({(source[k], target[k]) for k in changing}) > 1:
-        return None
-    move = Move(changing[0], source[changing[0]], target[changing[0]], tuple(changing[1:]))
-    others = [p for j in range(len(source)) if j not in changing for p in (source[j], target[j])]
-    near = _dims(*others) & _dims(move.source, move.target)
-    return move if move.kind == "all-to-all" and not near else None
+def _exchanges(source: Layout, target: Layout) -> list[Move]:
+    """Where axes only go from one dimension to another: one all-to-all for all of them that make the same move.
+
+        split(1) x split(1) x split(2)  ->  split(0) x split(0) x split(0)      the first two at once, then the third
+
+    None where they are in each other's way, or where a single axis changes.
+    """
+    current, made = list(source), list[Move]()
+    left: dict[tuple[Placement, Placement], list[int]] = {}
+    for k in range(len(source)):
+        if source[k] != target[k]:
+            left.setdefault((source[k], target[k]), []).append(k)
+    if sum(map(len, left.values())) < 2:
+        return []
+    while left:
+        moves = (Move(k, *change, tuple(inner)) for change, (k, *inner) in left.items())
+        free = next((m for m in moves if m.kind == "all-to-all" and _is_free(m, current)), None)
+        if free is None:
+            return []
+        made.append(free)
+        del left[free.source, free.target]
+        for k in free.axes:
+            current[k] = free.target
+    return made
+
+
+def _is_free(move: Move, current: Sequence[Placement]) -> bool:
+    """Are the axes of a move innermost on the dimension that they leave and on the one that they come to?"""
+    near = [(j, p) for j, p in enumerate(current) if j not in move.axes and _dims(p) & _dims(move.source, move.target)]
+    return all(j < move.axis and p == Split(max(_dims(p))) for j, p in near)
 
 
 def layout_cost(source: Layout, target: Layout, array: Array, axes: tuple[Axis, ...]) -> float:

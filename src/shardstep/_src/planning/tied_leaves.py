@@ -1,31 +1,37 @@
 """Which state meets which, element by element: a weight, its gradient and its moments are one family.
 
 Asked of the rules: two values are tied if every split of the one, along any dimension, is the same split of the other.
+Rows of one stack do not meet. But only if they lie alike they travel to their owners together, and come back together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from ..core import compat
 from ..core.layout import Split
+from ..core.pieces import STACKED
 from ..core.program import Atom, Equation, Kinds, Program, Var
 from ..rules import Site
 from .propagation.rule_queries import trial_for
 
-_SCAN, _WHILE = (compat.primitive(name) for name in ("scan", "while"))
+_SCAN, _WHILE, _SLICE = (compat.primitive(name) for name in ("scan", "while", "slice"))
 
 
-def families(program: Program, state: Mapping[int, int]) -> list[list[int]]:
-    """The inputs that are state (`state`: where each comes back among the outputs), together with those they meet."""
-    root = family_of(program, state)
+def families(program: Program, state: Mapping[int, int], stacks: bool = False) -> list[list[int]]:
+    """The inputs that are state (`state`: where each comes back among the outputs), together with those they meet.
+
+    With `stacks`, also with those that become rows of the same stack.
+    """
+    root = family_of(program, state, stacks)
     found: dict[Atom, list[int]] = {}
     for i in sorted(state):
         found.setdefault(root(program.inputs[i]), []).append(i)
     return list(found.values())
 
 
-def family_of(program: Program, state: Mapping[int, int]) -> Callable[[Atom], Atom]:
+def family_of(program: Program, state: Mapping[int, int], stacks: bool = False) -> Callable[[Atom], Atom]:
     """For each value the representative of its family, bodies included."""
     parents: dict[Atom, Atom] = {}
 
@@ -35,7 +41,7 @@ def family_of(program: Program, state: Mapping[int, int]) -> Callable[[Atom], At
             atom = above
         return atom
 
-    for a, b in _ties(program, Kinds(), {}):
+    for a, b in itertools.chain(_ties(program, Kinds(), {}), _rows_of_one_stack(program) if stacks else ()):
         parents[root(a)] = root(b)
     for i, o in state.items():
         parents[root(program.outputs[o])] = root(program.inputs[i])
@@ -91,3 +97,26 @@ def _doors(equation: Equation) -> Iterator[tuple[Atom, Atom]]:
     yield from zip(entering, body.inputs, strict=False)
     yield from zip(body.outputs[:carried], outputs, strict=False)
     yield from zip(body.inputs[fixed : fixed + carried], body.outputs, strict=False)
+
+
+def _rows_of_one_stack(program: Program) -> Iterator[tuple[Atom, Atom]]:
+    """Pairs of values of one shape that a stack is made of, or that are taken out of what becomes of it."""
+    makers = {v: e for e in program.equations for v in e.outputs}
+    readers = {a: e for e in program.equations for a in e.inputs}
+    for equation in program.equations:
+        for body in equation.bodies:
+            yield from _rows_of_one_stack(body)
+        if equation.primitive is STACKED:
+            put_in = (a for stack in equation.inputs if stack in makers for a in makers[stack].inputs)
+            whole = [makers[a].inputs[0] if a in makers and makers[a].primitive is _SLICE else a for a in put_in]
+            whole += [v for stack in equation.outputs if stack in readers for v in readers[stack].outputs]
+            for alike in _by_shape(whole).values():
+                yield from itertools.pairwise(alike)
+
+
+def _by_shape(values: Iterable[Atom]) -> dict[tuple[int, ...], list[Atom]]:
+    found: dict[tuple[int, ...], list[Atom]] = {}
+    for a in values:
+        if isinstance(a, Var):
+            found.setdefault(a.array.shape, []).append(a)
+    return found

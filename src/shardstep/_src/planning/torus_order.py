@@ -3,7 +3,8 @@
 A tensor is scattered along one axis of a torus after the other, and its first scatter carries most of its bytes. If
 all tensors began with the same axis, the links of the others would have little to do. So tensors are given different
 orders, balanced by the time that each axis is busy. What meets in the update must match: a weight, its
-gradient and its moments are one family and take one order.
+gradient and its moments are one family and take one order. So do the rows of a stack, which travel together to those
+who own them.
 
 An order is only given where it costs nothing: the blocks take as much memory as in the usual order and cut no more
 tiles, and the tensor travels alone (small ones share collectives, for which they must make the same moves).
@@ -37,7 +38,7 @@ def spread(
         return {}
     busy = [0.0] * len(axes)
     found: dict[int, Layout] = {}
-    large = [f for f in families(program, state) if program.inputs[f[0]].array.nbytes > least]
+    large = [f for f in families(program, state, stacks=True) if program.inputs[f[0]].array.nbytes > least]
     for family in sorted(large, key=lambda f: -program.inputs[f[0]].array.nbytes):  # a stable order, on every process
         array = program.inputs[family[0]].array
         split = [i for i in family if any(isinstance(p, Split) for p in resting[i])]

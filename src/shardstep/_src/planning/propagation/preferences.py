@@ -137,8 +137,11 @@ class Backward:
         equation = step.equation
         held = [self.forms[a].primary[k] if a in self.forms else REPLICATED for a in equation.inputs]
         meets_batch = any(map(is_batch, held))
+        stays = [not meets_batch and home == layout[k] for home, layout in zip(held, step.operands, strict=True)]
         for i, (home, layout) in enumerate(zip(held, step.operands, strict=True)):
             target = layout[k]
+            if stays[i]:
+                continue
             if isinstance(target, Split):
                 yield i, Preference((target,))
             elif isinstance(target, Replicated) and (isinstance(home, Split) or (meets_batch and not is_batch(home))):
@@ -169,6 +172,8 @@ class Backward:
                     yield i, Preference(full=full and i not in summed_up, any=preference.any, terms=terms)
         for i in () if meets_batch else summed_up:
             yield i, Preference(any=True)
+        # What was left as it happened to lie is asked for last: readers of the results may know better.
+        yield from ((i, preference_for(h)) for i, h in enumerate(held) if stays[i] and isinstance(h, Split))
 
     def answer(self, equation: Equation, k: int, question: Callable[..., Any], *about: Any) -> Any:
         """Ask the rules, once for each kind of equation."""
