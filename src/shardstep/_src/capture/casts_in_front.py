@@ -3,12 +3,13 @@
     scan(f, x, W: f32[L, m, n])  with  f(x, w) = x @ bf16(w)     ->     scan(g, x, bf16(W))  with  g(x, w) = x @ w
 
 A loop that gathers each layer casts it first, inside. Where all layers are gathered in front of the loop instead, it is
-their casts that should travel, and be kept until the backward pass: half of the bytes.
+their casts that should travel, and be kept until the backward pass: half of the bytes. Microbatches that all read the
+same layers are such a case: there is one cast for all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,15 +20,22 @@ from ..core.program import Atom, Equation, Program, Var
 _SCAN, _CAST, _BARRIER = map(compat.primitive, ("scan", "convert_element_type", "optimization_barrier"))
 
 
-def casts_in_front(program: Program) -> Program:
-    """The same program; the casts of one stack that several loops read are made once."""
+def casts_in_front(program: Program, slices: Container[Atom] | None = None) -> Program:
+    """The same program; the casts of one stack that several loops read are made once.
+
+    `slices`: the values of which loops may find the slices cast, None: all. What is the same in all iterations is cast
+    in front of them in any case.
+    """
     made: dict[tuple[Atom, Any], Var] = {}
     equations: list[Equation] = []
-    for equation in program.equations:
+    for before in program.equations:
+        equation = before
         if equation.primitive is _SCAN:
-            first = sum(compat.scan_counts(equation.params))
-            (body,), inputs = equation.bodies, list(equation.inputs)
-            for k in range(first, len(inputs)):
+            consts, carries = compat.scan_counts(equation.params)
+            inputs, xs = list(equation.inputs), range(consts + carries, len(equation.inputs))
+            moved = [*range(consts), *(k for k in xs if slices is None or inputs[k] in slices)]
+            body = casts_in_front(equation.bodies[0], {equation.bodies[0].inputs[k] for k in moved})
+            for k in moved:
                 cast, stack = _only_cast(body, body.inputs[k]), inputs[k]
                 if cast is None or not isinstance(stack, Var):
                     continue
@@ -38,8 +46,11 @@ def casts_in_front(program: Program) -> Program:
                     equations.append(outside)
                 inputs[k] = made[stack, narrow]
                 body = _with_narrow(body, k, narrow)
-            equation = replace(equation, inputs=tuple(inputs), bodies=(body,))
+            if body is not equation.bodies[0]:
+                equation = replace(equation, inputs=tuple(inputs), bodies=(body,))
         equations.append(equation)
+    if all(a is b for a, b in zip(equations, program.equations, strict=False)):
+        return program
     return replace(program, equations=tuple(equations))
 
 

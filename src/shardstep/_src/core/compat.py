@@ -204,6 +204,11 @@ def scan_counts(params: Any) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
+def with_scan_counts(params: Any, consts: int, carries: int) -> dict[str, Any]:
+    """The parameters of a scan that has so many of both, as `scan_counts` reads them."""
+    return {**params, "num_consts": consts, "num_carry": carries}
+
+
 def register_array_type(kind: type, as_array: Callable[[Any], jax.Array]) -> None:
     """Let `jax.jit`, `jnp` functions and `jax.device_put` take objects of this type in place of arrays."""
     from jax._src import core, dtypes

@@ -40,6 +40,8 @@ class Options:
         layers: where layers that are stacked and scanned are gathered, if their weights rest sharded. `"each"`: one by
             one, inside the loop, again in the backward pass; least memory. `"once"`: all of them, in front of the loop;
             fewest bytes sent. None: one by one, unless `weights="auto"` finds that all of them fit and are faster.
+            Inside microbatches, `"each"` gathers layers and scatters their gradients in every microbatch; None does so
+            only where `memory` is too little for all weights and gradients at once.
         offload: let optimizer state rest in the host's memory (`pinned_host`), from where it streams through the update
             leaf by leaf. True: all of it that is sharded. False: none. None: if nothing else fits. On CPU a device's
             memory is the host's, and nothing is moved.

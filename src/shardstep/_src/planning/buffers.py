@@ -1,22 +1,15 @@
 """Which values of a schedule the compiler will write to memory, and from when to when each is needed.
 
-A compiler fuses what works element by element: a chain of such equations writes only its last value. So each primitive
-is one of four kinds:
-
-    view     the same bytes under another shape (reshape)
-    fused    computed wherever it is read (elementwise, broadcasts, slices); see `Buffer.is_written` for the exceptions
-    sink     fuses what it reads, but writes its result (reductions, lookups, updates of slices)
-    opaque   reads and writes memory (products, sorts, factorizations, loops, collectives)
-
+A compiler fuses what works element by element: a chain of such equations writes only its last value (`fusion.py`).
 `memory.py` finds the peak from this, `costs.py` the bytes that are read and written.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -24,16 +17,16 @@ import jax.numpy as jnp
 from ..core import compat
 from ..core.layout import Array, Layout, Replicated, Split, block_shape
 from ..core.program import Atom, Equation, Literal, Var
-from ..core.schedule import Ruling, Schedule, Step, Transfer
+from ..core.schedule import Bundle, Ruling, Schedule, Step, Transfer
+from ..rules.added_rows import ADDED
 from .flops import flops, multiplies
-
-Kind = Enum("Kind", "INPUT VIEW FUSED SINK OPAQUE")
+from .fusion import Kind, is_expensive, kind_of
 
 
 class Use(NamedTuple):
     """A reader of a buffer: where it stands, how it reads, and what it makes of it (None: it leaves the program)."""
 
-    place: int
+    place: float
     kind: Kind
     product: bool
     loop: bool
@@ -43,15 +36,30 @@ class Use(NamedTuple):
 class Buffer:
     """A value in one layout, as one replica would hold it."""
 
-    __slots__ = ("by_loop", "cheap", "kind", "last", "made", "nbytes", "product", "returned", "uses", "written")
+    __slots__ = (
+        "by_loop",
+        "cheap",
+        "kind",
+        "last",
+        "made",
+        "narrow",
+        "nbytes",
+        "over",
+        "product",
+        "returned",
+        "uses",
+        "written",
+    )
 
-    def __init__(self, nbytes: int, made: int, kind: Kind, cheap: bool = False, product: bool = False):
+    def __init__(self, nbytes: int, made: float, kind: Kind, cheap: bool = False, product: bool = False):
         self.nbytes = nbytes
         self.made = made  # at this place of the schedule; -1: before it
         self.kind = kind
         self.cheap = cheap  # computed again by each reader rather than written
         self.product = product
+        self.narrow = nbytes  # as loops take it: see `_held`
         self.by_loop = False  # is it the result of a loop or branch?
+        self.over: Buffer | None = None  # what a loop carries stays in the place in which it entered
         self.returned = False  # does the program return it as it is?
         self.uses: list[Use] = []
         self.written = False
@@ -60,6 +68,8 @@ class Buffer:
     def settle(self) -> None:
         """Once all readers are known and settled: is it written, and until when is it needed?"""
         self.written = self.is_written()
+        if self.uses and all(use.loop for use in self.uses):
+            self.nbytes = self.narrow
         for place, kind, _, _, result in self.uses:
             if kind is Kind.FUSED and result is not None and not result.written:
                 place = result.last
@@ -165,6 +175,7 @@ class _Walk:
         self.products: list[Product] = []
         self.inside: list[Inside] = []
         self.sizes: dict[tuple[Array, Layout], int] = {}
+        self.left: Counter[float] = Counter()  # how many values were made smaller where a loop left them
         self.facts: dict[Ruling, _Facts] = {}
         self.indexes = any(axis.backend.indexes for axis in schedule.axes)
         merges = any(axis.backend.merges for axis in schedule.axes)
@@ -179,17 +190,13 @@ class _Walk:
             self.add(var, (Replicated(),) * len(schedule.axes), Buffer(var.array.nbytes, -1, Kind.INPUT))
         place = 0
         for step, bundles in zip(schedule.steps, schedule.transfers, strict=False):
-            for bundle in bundles:
-                for transfer in bundle:
-                    self.transfer(transfer, place)
-            self.step(step, place + 1)
-            place += 2
-        for bundle in schedule.transfers[-1]:
-            for transfer in bundle:
-                self.transfer(transfer, place)
+            place = self.transfers(bundles, place)
+            self.step(step, place)
+            place += 1
+        place = self.transfers(schedule.transfers[-1], place)
         sent = set(hosted.values())
         outputs = tuple(
-            self.find(atom, layout) if o in sent else self.leave(atom, layout, place + 1)
+            self.find(atom, layout) if o in sent else self.leave(atom, layout, place)
             for o, (atom, layout) in enumerate(zip(program.outputs, schedule.outputs, strict=True))
         )
         for o, buffer in enumerate(outputs):
@@ -219,7 +226,15 @@ class _Walk:
             return held[0][1]
         return next((buffer for known, buffer in held if known == layout), held[0][1])
 
-    def transfer(self, t: Transfer, place: int) -> None:
+    def transfers(self, bundles: Sequence[Bundle], place: int) -> int:
+        """One bundle after the other; the place after them."""
+        for bundle in bundles:
+            for transfer in bundle:
+                self.transfer(transfer, place)
+            place += 1
+        return place
+
+    def transfer(self, t: Transfer, place: float) -> None:
         """What a collective makes smaller is made smaller at once: no memory is kept for what is not needed."""
         source = self.find(t.var, t.source)
         if source is None or (self.merged and any(held == t.target for held, _ in self.values[t.var])):
@@ -227,7 +242,7 @@ class _Walk:
         nbytes = self.size(t.var.array, t.target)
         sent = any(a != b and not isinstance(a, Replicated) for a, b in zip(t.source, t.target, strict=True))
         if sent and nbytes < source.nbytes:
-            place = max(source.made, 0)
+            place = self.right_after(source)
         kind = Kind.OPAQUE if sent else Kind.FUSED
         if sent and _is_strided(t):
             source = self.rearranged(t, source, max(nbytes, source.nbytes), place)
@@ -235,7 +250,15 @@ class _Walk:
         source.uses.append(Use(place, kind, False, False, buffer))
         self.made.append(buffer)
 
-    def rearranged(self, t: Transfer, source: Buffer, nbytes: int, place: int) -> Buffer:
+    def right_after(self, source: Buffer) -> float:
+        """The place for what makes a value smaller: of all that a loop leaves, one value after the other."""
+        place = max(source.made, 0)
+        if not source.by_loop:
+            return place
+        self.left[place] += 1
+        return place + self.left[place] / 1024
+
+    def rearranged(self, t: Transfer, source: Buffer, nbytes: int, place: float) -> Buffer:
         """Blocks of an inner dimension are not contiguous: the whole is copied before or after it is sent."""
         copy = Buffer(nbytes, place, Kind.OPAQUE)
         source.uses.append(Use(place, Kind.OPAQUE, False, False, copy))
@@ -257,13 +280,19 @@ class _Walk:
             for buffer, var, layout in zip(read, equation.outputs, ruling.results, strict=True):
                 self.add(var, layout, buffer or self.new(var, layout, Buffer(var.array.nbytes, place, Kind.FUSED)))
             return
+        if equation.primitive is ADDED:
+            self.added(equation, ruling, read, place)
+            return
         operands = [buffer for buffer in (dict.fromkeys(read) if len(read) > 1 else read) if buffer is not None]
         if product:
             self.products.append(product)
         results = []
-        for var, layout, made in zip(equation.outputs, ruling.results, facts.nbytes, strict=True):
+        made_of = zip(facts.nbytes, (block.nbytes for block in ruling.blocks), strict=True)
+        for var, layout, (made, narrow) in zip(equation.outputs, ruling.results, made_of, strict=True):
             cheap = facts.cheap and (len(operands) < 2 or len([b for b in operands if 2 * b.nbytes > made]) < 2)
-            results.append(self.new(var, layout, Buffer(made, place, kind, cheap, product is not None)))
+            result = self.new(var, layout, Buffer(made, place, kind, cheap, product is not None))
+            result.narrow = narrow
+            results.append(result)
         use = Use(place, kind, product is not None, bool(step.bodies), results[0] if results else None)
         for buffer in operands:
             buffer.uses.append(use)
@@ -272,14 +301,29 @@ class _Walk:
         if step.bodies:
             for result in results:
                 result.by_loop = True
-            bodies = map(Buffers.of, step.bodies, _carried(equation))
+            carried = _carried(equation)
+            for c, entered in (carried[-1] or {}).items():
+                results[c].over = read[entered + len(read) - len(step.bodies[-1].inputs)]
+            bodies = map(Buffers.of, step.bodies, carried)
             self.inside.append(Inside(place, tuple(bodies), step.times))
+
+    def added(self, equation: Equation, ruling: Ruling, read: list[Buffer | None], place: int) -> None:
+        """A row is read, and written again in its place: the stack stays where it is."""
+        stack, row, _ = read
+        assert stack is not None
+        self.values[equation.outputs[0]] = [(ruling.results[0], stack)]
+        passing = Buffer(ruling.blocks[0].nbytes, place, Kind.SINK)
+        use = Use(place, Kind.SINK, False, False, passing)
+        for buffer in (row, passing):
+            if buffer is not None:
+                buffer.uses.append(use)
+        self.made.append(passing)
 
     def facts_of(self, step: Step) -> _Facts:
         primitive, width = step.equation.primitive, 1 if step.bodies else self.width
         kind = kind_of(primitive)
         nbytes = tuple(_held(block, width) for block in step.ruling.blocks)
-        cheap = kind is Kind.FUSED and primitive not in _EXPENSIVE
+        cheap = kind is Kind.FUSED and not is_expensive(primitive)
         return _Facts(kind, nbytes, cheap, self.product(step) if multiplies(primitive) else None)
 
     def indices(self, step: Step) -> int:
@@ -339,51 +383,6 @@ def _carried(equation: Equation) -> list[Mapping[int, int] | None]:
     return [None] * len(equation.bodies)
 
 
-_P = compat.primitives
 _SCAN, _WHILE, _BARRIER, _POOLED = map(
     compat.primitive, ("scan", "while", "optimization_barrier", "select_and_scatter_add")
 )
-
-_KINDS = {
-    **dict.fromkeys(
-        _P(
-            "reshape squeeze transpose copy optimization_barrier stop_gradient sharding_constraint reshard device_put"
-            " random_wrap random_unwrap random_clone name"
-        ),
-        Kind.VIEW,
-    ),
-    **dict.fromkeys(
-        _P(
-            "reduce_sum reduce_max reduce_min reduce_or reduce_and reduce_prod reduce_xor reduce argmax argmin gather"
-            " dynamic_update_slice concatenate stack tile reduce_window reduce_window_sum reduce_window_max"
-            " reduce_window_min select_and_scatter_add select_and_gather_add cumsum cumprod cummax cummin cumlogsumexp"
-        ),
-        Kind.SINK,
-    ),
-    **dict.fromkeys(
-        _P(
-            "add add_jaxvals sub neg real imag conj complex mul div select_n convert_element_type max min abs"
-            " acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil"
-            " clamp clz cos cosh digamma eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a"
-            " igammac integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to mulhi ne nextafter"
-            " not one_minus_square or polygamma polynomial population_count pow reduce_precision"
-            " regularized_incomplete_beta rem round rsqrt shift_left shift_right_arithmetic shift_right_logical"
-            " sign sin sinh sqrt square tan tanh xor zeta broadcast_in_dim iota slice dynamic_slice pad rev split"
-            " unstack zeros_like empty empty2"
-        ),
-        Kind.FUSED,
-    ),
-}
-
-_EXPENSIVE = frozenset(
-    _P(
-        "acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt cos cosh digamma div erf erf_inv erfc exp"
-        " exp2 expm1 igamma igamma_grad_a igammac lgamma log log1p log2 logistic polygamma pow rem rsqrt sin sinh sqrt"
-        " tan tanh zeta"
-    )
-)
-
-
-def kind_of(primitive: Any) -> Kind:
-    """What no list has is taken to read and write memory."""
-    return _KINDS.get(primitive, Kind.OPAQUE)

@@ -10,6 +10,7 @@ from ..capture.step import Captured
 from ..core.layout import Partial
 from ..core.program import Atom, Equation, Var
 from ..core.schedule import Collective, Schedule, Step, Transfer
+from ..rules.added_rows import ADDED
 from .paths import dotted
 
 Name = tuple[str, str]  # what a value is, and the path of its leaf
@@ -80,7 +81,8 @@ def _spread(schedule: Schedule, known: Names) -> Names:
             continue
         for v in step.equation.outputs:
             for a in step.equation.inputs if v in gradients else ():
-                if isinstance(a, Var) and a.array.size == v.array.size:
+                row = step.equation.primitive is ADDED and a.array.ndim > 0
+                if isinstance(a, Var) and (row or a.array.size == v.array.size):
                     gradients.setdefault(a, gradients[v])
     return Names(values, gradients)
 

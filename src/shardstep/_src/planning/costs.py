@@ -19,8 +19,9 @@ from ..core.program import Var
 from ..core.schedule import Collective, Ruling, Schedule, Step
 from ..machine.links import Chip, Ring, sent_time
 from ..machine.topology import Topology
-from .buffers import Buffer, Buffers, Kind
+from .buffers import Buffer, Buffers
 from .flops import flops, multiplies
+from .fusion import Kind
 from .timeline import Clock, of_update
 
 

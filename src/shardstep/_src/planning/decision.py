@@ -15,8 +15,9 @@ from ..core.program import Atom
 from ..core.schedule import Schedule
 from ..core.user_shardings import Kept, alike
 from ..machine.replicas import Replicas
-from . import engines, host_memory, ownership, summed_whole, visits
+from . import engines, host_memory, layers, ownership, summed_whole, visits
 from . import weights as weights_at_rest
+from .added_in_loops import added_in_loops
 from .at_rest import ROOM, WHY_WHOLE, Policy, Taken, choose_weights, layout_at_rest, pads_state, take_turns
 from .buckets import Limits, fuse
 from .plan import Owned
@@ -136,26 +137,15 @@ class _Variant:
 def _chosen(problem: Problem, weights: str) -> Attempt:
     """The step with its weights at rest as asked, or in the way that is predicted to be fastest of those that fit."""
     options, replicas = problem.options, problem.replicas
-    chosen = _attempt(problem, *choose_weights(weights, options, replicas.topology.platform))
-    once = options.layers == "once" or (weights == "auto" and problem.memory is not None and options.layers is None)
-    if once and chosen.weights == "sharded" and _gathers_layers(chosen.schedule):
-        chosen = _gathered_once(chosen, options.layers == "once")
-    if weights == "auto" and options.gather_dtype is None and options.wire is None:
-        chosen = weights_at_rest.reconsidered(chosen, functools.partial(_attempt, problem))
+    auto = weights == "auto"
+
+    def planned(resting: str, why: str) -> Attempt:
+        return layers.chosen(problem, layers.Resting(resting, why, auto), _attempt)
+
+    chosen = planned(*choose_weights(weights, options, replicas.topology.platform))
+    if auto and options.gather_dtype is None and options.wire is None:
+        chosen = weights_at_rest.reconsidered(chosen, planned)
     return chosen
-
-
-def _gathered_once(chosen: Attempt, asked: bool) -> Attempt:
-    """With all scanned layers gathered in front of their loops, if that was asked for, or if it fits and is faster."""
-    why = "as asked" if asked else "there is memory for all of them, and it is predicted to be faster"
-    told = f"{chosen.why_weights}; scanned layers are gathered once, before their loops ({why})"
-    once = _attempt(chosen.problem.gathering_once(), chosen.weights, told)
-    return once if asked or (once.fits and once.seconds < chosen.seconds) else chosen
-
-
-def _gathers_layers(schedule: Schedule) -> bool:
-    """Does a loop gather in its iterations?"""
-    return any(c.kind == "all-gather" and c.loop and c.times > 1 for c in schedule.collectives)
 
 
 def _attempt(problem: Problem, weights: str, why_weights: str) -> Attempt:
@@ -227,8 +217,11 @@ def _scheduled(problem: Problem, policy: Policy) -> tuple[Schedule, tuple[str, .
     passes.leave(f"at rest (weights {policy.weights})", dict(zip(captured.paths, shown, strict=True)))
     decided = passes.leave("propagation", schedule(program, axes, boundary, problem.memo))
     decided = passes.leave("precision", travel_in(decided, options))
-    decided = fuse(decided, limits, in_order=bool(problem.why_hosted))
-    return passes.leave("buckets", decided), _with_updates(captured, decided, reasons)
+    decided = passes.leave("buckets", fuse(decided, limits, in_order=bool(problem.why_hosted)))
+    added = decided if options.deterministic else added_in_loops(decided)
+    if added is not decided:
+        passes.leave("added in loops", added)
+    return added, _with_updates(captured, added, reasons)
 
 
 def _why(captured: Captured, i: int, reason: str) -> str:
@@ -309,5 +302,5 @@ def _question(problem: Problem, chosen: Attempt, shares: bool) -> engines.Questi
         and problem.options.gather_dtype is None
         and not problem.options.deterministic,  # one replica rounds as well
         owned=ownership.saved(decided, problem.baseline, replicas),
-        asks=beyond_xla(problem.options),
+        asks=beyond_xla(problem.options) or layers.beyond_xla(chosen),
     )

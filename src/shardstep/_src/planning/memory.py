@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..core.execution import AHEAD
-from .buffers import Buffer, Buffers, Kind
+from .buffers import Buffer, Buffers
+from .fusion import Kind
 
 # What liveness does not see: gaps in XLA's heap, its own order of equations, and what it does not fuse after all.
 # Fitted to the programs of the zoo above 1 MB (benchmarks/memory_prediction.py).
@@ -58,13 +59,13 @@ def memory_of(buffers: Buffers, donated: Mapping[int, int]) -> Memory:
 def _temporaries(buffers: Buffers, donated: Mapping[int, int], kept: set[int]) -> int:
     """Bytes at the worst moment, not counting what is `kept` elsewhere."""
     kept = kept | {id(b) for b in _in_place(buffers, donated)}
-    made: dict[int, list[Buffer]] = defaultdict(list)
-    freed: dict[int, list[Buffer]] = defaultdict(list)
+    made: dict[float, list[Buffer]] = defaultdict(list)
+    freed: dict[float, list[Buffer]] = defaultdict(list)
     for buffer in (*buffers.made, *(buffers.inputs[i] for i in buffers.hosted)):
         if buffer.written and buffer.nbytes and id(buffer) not in kept:
             made[buffer.made].append(buffer)
             freed[buffer.last].append(buffer)
-    inner = {inside.place: max(map(_body, inside.bodies), default=0) for inside in buffers.inside}
+    inner: dict[float, int] = {inside.place: max(map(_body, inside.bodies), default=0) for inside in buffers.inside}
     current = peak = 0
     for place in sorted({*made, *freed, *inner}):
         arriving = sum(b.nbytes for b in made[place])
@@ -82,7 +83,8 @@ def _in_place(buffers: Buffers, donated: Mapping[int, int]) -> list[Buffer]:
         if buffer is None or buffer.nbytes != argument.nbytes:
             continue
         last = max((u.place for u in argument.uses), default=-1) if argument is buffer else argument.last
-        if last < buffer.made or (last == buffer.made and buffer.kind is not Kind.OPAQUE):
+        stays = buffer.kind is not Kind.OPAQUE or buffer.over is argument
+        if last < buffer.made or (last == buffer.made and stays):
             found.append(buffer)
     return found
 

@@ -21,6 +21,7 @@ from .batch_choice import replicated
 from .estimate import Estimate, estimate
 from .host_memory import hosted, leaf_by_leaf
 from .precision import check_order
+from .propagation.in_loops import InLoops
 from .propagation.memo import Memo
 from .propagation.price import Price
 from .roles import check_outputs, roles_of, walk_unsharded
@@ -67,11 +68,15 @@ class Problem:
         found = Problem.of(replace(self.captured, program=program), self.replicas, self.options, memo)
         return replace(found, why_hosted=why)
 
-    def gathering_once(self) -> Problem:
-        """The same with scanned layers gathered in front of their loops, in the dtype in which they are read."""
-        program = passes.leave("casts in front", casts_in_front(self.captured.program))
-        captured = replace(self.captured, program=program)
-        memo = Memo(self.memo.kinds, self.memo.price, self.memo.sums_at_once, gathers_once=True)
+    def with_loops(self, how: InLoops) -> Problem:
+        """The same with loops that hold more, or less; what they gather once, in the dtype in which it is read."""
+        captured, memo = self.captured, self.memo
+        if how != memo.in_loops:
+            memo = Memo(memo.kinds, memo.price, memo.sums_at_once, how)
+        if not how.streams:
+            program = casts_in_front(captured.program, None if how.gathers_once else ())
+            if program is not captured.program:
+                captured = replace(captured, program=passes.leave("casts in front", program))
         return replace(self, captured=captured, memo=memo)
 
     @property

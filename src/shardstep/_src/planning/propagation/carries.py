@@ -8,7 +8,9 @@ optimizer state that enters split stays split. Two different splits have no comm
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -29,6 +31,8 @@ from ...core.layout import (
 from ...core.program import Atom, Equation, Program
 from ...core.schedule import NO_PREFERENCE, Fallback, Preference, Schedule
 from .boundary import Boundary
+from .in_loops import InLoops, only_sliced
+from .microbatches import adds_up
 
 
 class Walk(Protocol):
@@ -39,6 +43,9 @@ class Walk(Protocol):
 
     @property
     def gathers_once(self) -> bool: ...
+
+    @property
+    def in_loops(self) -> InLoops: ...
 
     def primary(self, atom: Atom) -> Layout: ...
 
@@ -116,13 +123,16 @@ class Loop:
         What the readers after the loop want of a carry must not move data inside it: there it would move every
         iteration.
         """
-        axes, fixed = self.walk.axes, self.fixed
+        axes, fixed, sums = self.walk.axes, self.fixed, self.sums
         carry = [
             tuple(REPLICATED if (i, k) in kept and not isinstance(p, Varying) else p for k, p in enumerate(layout))
             for i, layout in enumerate(self.entering or map(self.walk.primary, self.init))
         ]
         free = [None] * len(self.body.outputs)
         inner = ((NO_PREFERENCE,) * len(axes),) * len(carry) + self.preferences[len(carry) :]
+        if sums and not kept:
+            carry = [sums.get(i, layout) for i, layout in enumerate(carry)]
+            inner = (*(_wanting(sums.get(i), axes) for i in range(len(carry))), *inner[len(carry) :])
 
         def schedule(outputs: Sequence[Layout | None]) -> Schedule:
             inputs = (*(x.layout for x in fixed), *carry, *self.xs)
@@ -133,7 +143,10 @@ class Loop:
         for _ in range(3 * (len(carry) + 1) * len(axes) + 2):
             inside = schedule(free)
             raised = [self._raise(i, carry[i], inside, kept) for i in range(len(carry))]
-            hoisted = tuple(x.hoisted(preferences) for x, preferences in zip(fixed, inside.preferences, strict=False))
+            hoisted = tuple(
+                x if i in self.streamed else x.hoisted(preferences)
+                for i, (x, preferences) in enumerate(zip(fixed, inside.preferences, strict=False))
+            )
             if raised == carry and hoisted == fixed:
                 made = zip(self.body.outputs, inside.outputs, self.preferences, strict=True)
                 leaving = [_scattered(*each, axes) for each in made]
@@ -141,6 +154,30 @@ class Loop:
             carry, fixed = raised, hoisted
         where = f"{self.equation.primitive} at {self.equation.line}"
         raise AssertionError(f"internal error: the carry layouts of {where} did not settle")
+
+    @functools.cached_property
+    def streamed(self) -> AbstractSet[int]:
+        """What loops inside take slice by slice, and gather there."""
+        consts = range(len(self.fixed)) if self.walk.in_loops.streams else ()
+        return {i for i in consts if only_sliced(self.body, self.body.inputs[i])}
+
+    @functools.cached_property
+    def sums(self) -> Mapping[int, Layout]:
+        """The large sums that are formed here and read split after the loop: of each iteration's terms every replica
+        keeps its part, if that is to be so.
+        """
+        carries = range(len(self.init)) if self.walk.in_loops.scatters else ()
+        found = {}
+        for i in carries:
+            array, held = self.init[i].array, self.walk.primary(self.init[i])
+            target = tuple(
+                w.splits[0] if isinstance(p, Replicated | Partial) and w.splits and not w.full else p
+                for p, w in zip(held, self.preferences[i], strict=True)
+            )
+            large = array.nbytes >= _WORTH_A_MESSAGE and target != held and fits(array.shape, target, self.walk.axes)
+            if large and adds_up(self.body, len(self.fixed) + i, i):
+                found[i] = target
+        return found
 
     def _raise(self, i: int, layout: Layout, inside: Schedule, kept: set[tuple[int, int]]) -> Layout:
         """Carry i, raised to where the body leaves it."""
@@ -155,6 +192,13 @@ class Loop:
                 kept.add((i, k))
             layout = put(layout, k, after if isinstance(after, Varying) else REPLICATED if joined is None else joined)
         return layout
+
+
+def _wanting(layout: Layout | None, axes: tuple[Axis, ...]) -> tuple[Preference, ...]:
+    """What a loop wants of its body, for a sum to be carried in this layout."""
+    if layout is None:
+        return (NO_PREFERENCE,) * len(axes)
+    return tuple(Preference((p,)) if isinstance(p, Split) else NO_PREFERENCE for p in layout)
 
 
 _SHORTER = 1 - 1e-9  # what takes as long, sums of floats apart, is no reason to have anything whole

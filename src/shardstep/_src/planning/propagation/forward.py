@@ -41,6 +41,7 @@ from ...rules import Decision, Site, replicate, rule_for
 from ...rules.contract import speaks_of_replicas
 from . import inside, loops, microbatches
 from .boundary import Boundary
+from .in_loops import InLoops
 from .meetings import Meetings
 from .memo import Conversion, Memo, MemoKey, Outcome, Preferences
 from .preferences import due_at_the_end, no_preferences, preferences_of
@@ -140,7 +141,11 @@ class Forward(Values):
     @property
     def gathers_once(self) -> bool:
         """Does a loop over layers find them gathered? Not one that is inside of another."""
-        return self.memo.gathers_once and not self.inside
+        return self.memo.in_loops.gathers_once and not self.inside
+
+    @property
+    def in_loops(self) -> InLoops:
+        return self.memo.in_loops
 
     def body(self, program: Program, boundary: Boundary) -> Schedule:
         """Schedule the body of a loop or branch."""

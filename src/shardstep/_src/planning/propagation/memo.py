@@ -16,6 +16,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from ...core.layout import Array, Axis, Layout, Partial, Varying, origins
 from ...core.program import Kinds
 from ...core.schedule import Preference, Ruling, Schedule
+from .in_loops import LITTLE_SENT, InLoops
 from .price import Price
 
 MemoKey = tuple[Any, ...]
@@ -106,8 +107,8 @@ class Table(Generic[Found]):
 
 
 class Memo:
-    """What was found out before, by situation. For one set of axes, and one way to gather scanned layers; what kind an
-    equation is depends on neither.
+    """What was found out before, by situation. For one set of axes, and one way to trade memory for messages in loops;
+    what kind an equation is depends on neither.
     """
 
     def __init__(
@@ -115,11 +116,11 @@ class Memo:
         kinds: Kinds | None = None,
         price: Price | None = None,
         sums_at_once: bool = False,
-        gathers_once: bool = False,
+        in_loops: InLoops = LITTLE_SENT,
     ) -> None:
         self.price = Price() if price is None else price
         self.sums_at_once = sums_at_once  # readers are never shown the terms of a sum of floats
-        self.gathers_once = gathers_once  # are stacks that loops slice gathered in front of them?
+        self.in_loops = in_loops
         self.kinds = Kinds() if kinds is None else kinds
         self.outcomes: dict[MemoKey, Outcome] = {}  # of the forward walk
         self.requests: dict[MemoKey, tuple[tuple[int, Preferences], ...]] = {}  # of the backward walk, by operand

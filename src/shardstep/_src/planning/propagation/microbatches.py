@@ -57,7 +57,7 @@ def may_permute(readers: Readers, step: Step, k: int) -> bool:
         and all(_cut_from_batch(readers, x, k) for x in xs)
         and len({x.array.shape[:2] for x in xs}) == 1
         and not any(is_batch(layout[k]) for layout in body.inputs[: consts + carries])
-        and all(_adds_up(body.program, consts + i, i) for i in range(carries))
+        and all(adds_up(body.program, consts + i, i) for i in range(carries))
         and _example_by_example(readers, body, consts, carries, k)
     )
 
@@ -87,7 +87,7 @@ def _cut_from_batch(readers: Readers, x: Atom, k: int) -> bool:
     return held == Split(0) and is_batch(held) and divides(x.array.shape, PERMUTED, readers.axes[k].size)
 
 
-def _adds_up(body: Program, carried: int, result: int) -> bool:
+def adds_up(body: Program, carried: int, result: int) -> bool:
     """Is the new carry the old one plus something that the old one has no part in (or the old one itself)?"""
     producers = {v: e for e in body.equations for v in e.outputs}
     reached: set[Atom] = {body.inputs[carried]}
