@@ -46,6 +46,20 @@ MUTATIONS = [
         "capture/test_own_rows.py -k elsewhere",
     ),
     Mutation(
+        "a layer turned in another order",
+        "capture/saved_layers.py",
+        "turns.insert(0, maker)",
+        "turns.append(maker)",
+        "capture/test_saved_layers.py -k 'not_saved and reshaped'",
+    ),
+    Mutation(
+        "a stack read twice by one loop",
+        "capture/saved_layers.py",
+        "if found.stack not in layers:",
+        "if True:",
+        "capture/test_saved_layers.py -k 'not_saved and transposed'",
+    ),
+    Mutation(
         "replicas of an inner map in another order",
         "capture/inner_maps.py",
         "order += [*(leading.index(name) for name in names), len(leading) + dim]",

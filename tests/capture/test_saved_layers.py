@@ -32,6 +32,12 @@ def through_heads(w, x):
     return jnp.einsum("bhk,mhk->bm", heads, w.reshape(M, 2, N // 2))
 
 
+def heads_first(w, x):
+    """Turned twice: a batched product, one for each head."""
+    heads = w.reshape(M, 2, N // 2).transpose(1, 0, 2)
+    return jnp.einsum("hbk,hmk->bm", jnp.tanh(jnp.einsum("bm,hmk->hbk", x, heads)), heads)
+
+
 def over(layer, **how):
     return lambda w, x: lax.scan(lambda x, w: (layer(w, x), None), x, w, **how)[0]
 
@@ -44,6 +50,7 @@ def of_several(w, x):
 SAVED = {
     "transposed": over(there_and_back),
     "reshaped": over(through_heads),
+    "reshaped and transposed": over(heads_first),
     "last first": over(there_and_back, reverse=True),
     "unrolled": over(there_and_back, unroll=2),
     "two loops": of_several,
