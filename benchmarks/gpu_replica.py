@@ -196,7 +196,7 @@ def child(name: str, replicas: int, optimizer: str, args: argparse.Namespace) ->
         found.write_text(json.dumps(result, indent=1))
 
     for variant, build in VARIANTS.items():
-        wanted = args.variant or workload.variants or tuple(v for v in VARIANTS if v != "shardstep-offload")
+        wanted = args.variant or workload.variants or USUAL
         if variant not in wanted or (variant == "expert" and workload.loss is None):
             continue
         try:
@@ -507,7 +507,8 @@ def accumulating(replicas: int, optimizer: str, smoke: bool) -> Workload:
     made = scanned(replicas, optimizer, smoke)
     assert made.loss is not None
     tokens = jax.ShapeDtypeStruct((8 * replicas, made.batch.shape[1]), jnp.int32)
-    return training(made.loss, made.params, optimizer, tokens, microbatches=8)
+    variants = tuple(name for name in VARIANTS if name not in ("expert", "shardstep-offload"))
+    return replace(training(made.loss, made.params, optimizer, tokens, microbatches=8), variants=variants)
 
 
 def mixture(replicas: int, optimizer: str, smoke: bool) -> Workload:
@@ -665,6 +666,19 @@ def sharded(weights: str, **options: Any) -> Callable[..., Any]:
     return build
 
 
+def within_fsdp(room: float) -> Callable[..., Any]:
+    """`weights="auto"` in the memory that FSDP by hand needs, as it is compiled here, times `room`."""
+
+    def build(workload: Workload, mesh: Any) -> tuple[Any, Any, Any]:
+        step, state, batch = fsdp(workload, mesh)
+        arguments = shaped((workload.params, workload.moments), state), shaped(workload.batch, batch)
+        needed = step.lower(*arguments).compile().memory_analysis()
+        memory = int(room * (needed.argument_size_in_bytes + needed.temp_size_in_bytes))
+        return sharded("auto", memory=memory)(workload, mesh)
+
+    return build
+
+
 def named(mesh: Any, *spec: Any) -> Any:
     from jax.sharding import NamedSharding, PartitionSpec
 
@@ -681,7 +695,10 @@ VARIANTS = {
     "shardstep-sharded": sharded("sharded"),
     "shardstep-auto": sharded("auto"),
     "shardstep-offload": sharded("sharded", offload=True),  # where the optimizer's state does not fit
+    "shardstep-fits": within_fsdp(1.0),
+    "shardstep-fits-1.5": within_fsdp(1.5),
 }
+USUAL = tuple(name for name in VARIANTS if not name.startswith(("shardstep-offload", "shardstep-fits")))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ def test_a_step_hands_its_state_back_as_it_came(name, mesh):
 
 
 @pytest.mark.parametrize("name", ["accumulating", "mixture"])
-@pytest.mark.parametrize("variant", ["zero1", "over-data", "shardstep-sharded"])
+@pytest.mark.parametrize("variant", ["zero1", "over-data", "shardstep-sharded", "shardstep-fits"])
 def test_the_programs_can_be_built_for_batches_of_several_arrays(name, variant, mesh):
     workload = gpu_replica.WORKLOADS[name](mesh.size, "adamw", True)
     step, shardings, batch = gpu_replica.VARIANTS[variant](workload, mesh)

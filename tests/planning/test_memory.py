@@ -79,6 +79,17 @@ def test_a_scan_keeps_the_residuals_of_every_layer():
     assert round(each) in (2, 3) and each == pytest.approx(round(each), rel=0.05)
 
 
+def test_what_a_loop_over_steps_carries_stays_where_it_is():
+    """Donated state is updated in its place, step after step."""
+    params, x = [shaped(2 * WIDTH, 2 * WIDTH)] * 4, shaped(3, EXAMPLES, 2 * WIDTH)
+    loop = lambda state, xs: lax.scan(lambda s, x: (momentum(layered)(s, x), None), state, xs)[0]  # noqa: E731
+    sharded = shardstep.shard(loop, mesh_of(8), weights="replicated", batch_axis=1)
+    predicted = estimated(sharded, (params, params), x).memory
+    found = sharded.lower((params, params), x).compile().memory_analysis()
+    actual = found.argument_size_in_bytes + found.temp_size_in_bytes
+    assert predicted.arguments + predicted.temporaries == pytest.approx(actual, rel=0.25)
+
+
 KINDS = {
     "layers": (layered, [shaped(WIDTH, WIDTH)] * 6, 64),
     "many examples": (layered, [shaped(WIDTH, WIDTH)] * 6, 8192),
