@@ -330,6 +330,48 @@ MUTATIONS = [
     ),
     # -- loops ----------------------------------------------------------------------------------------------------
     Mutation(
+        "a sum written over what is read afterwards",
+        "planning/added_in_loops.py",
+        "read = (k < i or k == found.add for k in self.readers[other])",
+        "read = (True for k in self.readers[other])",
+        "planning/test_layers_in_microbatches.py -k 'other_stacks_stay'",
+    ),
+    Mutation(
+        "a stack added in the loop and read once more",
+        "planning/added_in_loops.py",
+        "return None if len(readers) != 1 or stack in self.moved or stack in self.returned else readers[0]",
+        "return readers[0]",
+        "planning/test_layers_in_microbatches.py -k 'other_stacks_stay and twice'",
+    ),
+    Mutation(
+        "rows counted upwards in a loop that runs backwards",
+        "planning/added_in_loops.py",
+        "body = _Body(step.bodies[0], at, carries, -1 if reverse else 1)",
+        "body = _Body(step.bodies[0], at, carries, 1)",
+        "planning/test_layers_in_microbatches.py -k 'plain_step and sent and 8'",
+    ),
+    Mutation(
+        "layers gathered in front of the microbatches in any case",
+        "planning/propagation/carries.py",
+        "x if i in self.streamed else x.hoisted(preferences)",
+        "x.hoisted(preferences)",
+        "planning/test_layers_in_microbatches.py -k 'what_is_sent and held and float32'",
+    ),
+    Mutation(
+        "casts of layers left inside the microbatches",
+        "planning/problem.py",
+        "casts_in_front(captured.program, None if how.gathers_once else ())",
+        "captured.program",
+        "planning/test_layers_in_microbatches.py -k 'what_is_sent and cast'",
+    ),
+    Mutation(
+        "what loops carry predicted twice",
+        "planning/memory.py",
+        "or buffer.over is argument",
+        "",
+        "planning/test_memory.py -k loop_over_steps",
+    ),
+    Mutation(
         "carry that is more than a sum",
         "planning/propagation/microbatches.py",
         "if len(terms) != 1:",

@@ -260,6 +260,17 @@ def test_numbers_stay_so_where_layers_are_gathered_once(form, replicas):
     assert_plain(form, replicas, weights="sharded", options=shardstep.Options(donate=False, layers="once"))
 
 
+EACH = [
+    *(pytest.param(form, 8) for form in ("microbatches", "blocks of layers", "indexed, microbatches")),
+    *(pytest.param(form, 3, marks=pytest.mark.thorough) for form in FORMS),
+]
+
+
+@pytest.mark.parametrize(("form", "replicas"), EACH)
+def test_numbers_stay_so_where_as_little_is_held_as_can_be(form, replicas):
+    assert_plain(form, replicas, weights="sharded", options=shardstep.Options(donate=False, layers="each"))
+
+
 def test_steps_in_a_loop_around_scanned_layers():
     step = adam_step(scanned)
     state, xs = adam_state(stacked()), jnp.stack([examples(), 2 * examples()])
