@@ -39,6 +39,27 @@ class Broken(Exception):
 
 MUTATIONS = [
     Mutation(
+        "an all-to-all around an axis further in",
+        "core/moves.py",
+        "return all(j < move.axis and p == Split(max(_dims(p))) for j, p in near)",
+        "return True",
+        "runtime/test_conversions.py -k three_axes",
+    ),
+    Mutation(
+        "rows of one stack take turns on the axes",
+        "planning/torus_order.py",
+        "families(program, state, stacks=True)",
+        "families(program, state)",
+        "test_matrix_optimizers.py -k torus",
+    ),
+    Mutation(
+        "what was left as it lay is asked for first",
+        "planning/propagation/preferences.py",
+        "            if stays[i]:\n                continue\n",
+        "",
+        "test_matrix_optimizers.py -k torus",
+    ),
+    Mutation(
         "any row is its own",
         "capture/own_rows.py",
         "if d is None or dim not in collapsed or operand.array.shape[dim] != indices.array.shape[d]:",
