@@ -153,6 +153,16 @@ def test_what_is_sent_in_the_iterations_and_what_once(way, form):
     assert wire_bytes(compiled) == pytest.approx(plan.wire_bytes.sharded, rel=0.01)
 
 
+def test_few_examples_do_not_have_gradients_scattered_in_every_microbatch():
+    """In the walk that finds out what is gathered once, a product of few examples rather splits its gradient."""
+    state, _ = arguments()
+    few = jax.ShapeDtypeStruct((PARTS, 24, WIDTH), jnp.float32)
+    options = shardstep.Options(engine="rewrite", bucket_bytes=0)
+    step = shardstep.shard(step_of(accumulated), mesh_of(8), weights="sharded", batch_axis=1, options=options)
+    plan = step.plan(state, few)
+    assert [c.kind for c in plan.collectives if c.times > 1] == [] and plan.wire_bytes.ratio <= 1.0
+
+
 def temporaries(way):
     return sharded_in(way).lower(*arguments()).compile().memory_analysis().temp_size_in_bytes
 

@@ -139,19 +139,22 @@ class Loop:
             seen = tuple(x.seen for x in fixed)
             return self.walk.body(self.body, Boundary.of_body(inputs, outputs, inner, seen))
 
-        # each round raises at least one placement, and a placement can be raised three times
-        for _ in range(3 * (len(carry) + 1) * len(axes) + 2):
+        # each round gathers one more input or raises at least one placement, and that can be raised three times
+        for _ in range((3 * (len(carry) + 1) + len(fixed)) * len(axes) + 2):
             inside = schedule(free)
-            raised = [self._raise(i, carry[i], inside, kept) for i in range(len(carry))]
             hoisted = tuple(
                 x if i in self.streamed else x.hoisted(preferences)
                 for i, (x, preferences) in enumerate(zip(fixed, inside.preferences, strict=False))
             )
-            if raised == carry and hoisted == fixed:
+            if hoisted != fixed:  # a body that gathers what is then gathered once says nothing of what it will carry
+                fixed = hoisted
+                continue
+            raised = [self._raise(i, carry[i], inside, kept) for i in range(len(carry))]
+            if raised == carry:
                 made = zip(self.body.outputs, inside.outputs, self.preferences, strict=True)
                 leaving = [_scattered(*each, axes) for each in made]
                 return carry, schedule([*carry, *leaving[len(carry) :]])
-            carry, fixed = raised, hoisted
+            carry = raised
         where = f"{self.equation.primitive} at {self.equation.line}"
         raise AssertionError(f"internal error: the carry layouts of {where} did not settle")
 
