@@ -7,6 +7,7 @@ and 1/N of the gradients.
 from __future__ import annotations
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -210,6 +211,9 @@ def test_memory_decides():
     assert "to fit into memory" in tight.why_weights and "one by one" not in tight.why_weights
     assert "to fit into memory" in tightest.why_weights and "one by one" in tightest.why_weights
     assert "as asked" in least.why_weights
+    assert "SENDS MORE" not in str(plenty)
+    for plan, why in ((tight, "to hold less by scattering"), (tightest, "gathered where a loop reads them")):
+        assert re.search(f"SENDS MORE .*{why}", str(plan).splitlines()[1])
 
 
 def test_memory_decides_how_weights_rest_too():

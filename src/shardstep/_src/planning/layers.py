@@ -62,7 +62,7 @@ def chosen(problem: Problem, resting: Resting, plan: Plan) -> Attempt:
 def beyond_xla(attempt: Attempt) -> str:
     """What XLA does not do by itself: what it sends and keeps in the iterations of loops is its own choice."""
     how = attempt.problem.memo.in_loops
-    return "scattering in every iteration of a loop" if how.scatters else ""
+    return "to hold less by scattering in every iteration of a loop" if how.scatters else ""
 
 
 def _if_other(first: Attempt, other: Attempt) -> Attempt:
