@@ -379,6 +379,13 @@ MUTATIONS = [
         "planning/test_layers_in_microbatches.py -k 'what_is_sent and held and float32'",
     ),
     Mutation(
+        "sums kept whole where that is as fast",
+        "planning/propagation/carries.py",
+        "if not least[1].collectives or self.sums:",
+        "if not least[1].collectives:",
+        "planning/test_layers_in_microbatches.py -k several_axes",
+    ),
+    Mutation(
         "casts of layers left inside the microbatches",
         "planning/problem.py",
         "casts_in_front(captured.program, None if how.gathers_once else ())",

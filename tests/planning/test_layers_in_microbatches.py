@@ -228,6 +228,21 @@ def test_memory_decides_how_weights_rest_too():
     assert len({round(plan.wire_bytes.ratio, 2) for plan in plans}) == 3
 
 
+@pytest.mark.parametrize("machine", ("h200:2x4", "v5p:2x2x2"))
+def test_sums_are_split_over_several_axes_as_well(machine):
+    """Where all links together sum as fast as one axis after the other scatters, too."""
+
+    def plan(layers):
+        options = shardstep.Options(topology=machine, layers=layers, bucket_bytes=0)
+        sharded = shardstep.shard(step_of(accumulated), mesh_of(8), weights="sharded", batch_axis=1, options=options)
+        return sharded.plan(*arguments())
+
+    first, least = plan(None), plan("each")
+    inside = {(c.kind, c.times) for c in least.collectives if c.times > 1}
+    assert inside == {("all-gather", INSIDE), ("reduce-scatter", INSIDE)}
+    assert least.peak_bytes.sharded < first.peak_bytes.sharded - 2 * STACK
+
+
 @pytest.mark.filterwarnings("ignore:shardstep. the step needs")
 def test_where_nothing_fits_the_smallest_is_taken():
     plan = planned(1000)

@@ -101,7 +101,7 @@ class Loop:
         iteration over whole matrices, say), with the work that all replicas then repeat where that is priced.
         """
         least = self._fixpoint(set())
-        if not least[1].collectives:
+        if not least[1].collectives or self.sums:  # sums are split in order to hold less, whatever that sends
             return least
         all_whole = self.whole()
         times = self.equation.params.get("length", 1)
