@@ -1,7 +1,6 @@
 """What shardstep set out to reach, judged from what was measured: `python benchmarks/goals.py` prints it.
 
-"shardstep" is what a user gets who asks for nothing: weights at rest as `weights="auto"` has them, on CPU replicated
-unless sharded ones halve what is sent.
+"shardstep" is what a user gets who asks for nothing: weights at rest as `weights="auto"` has them.
 """
 
 from __future__ import annotations

@@ -108,10 +108,9 @@ class _Loop:
             outputs=tuple(self.now.get(outputs[j], outputs[j]) for j in leaving),
             equations=tuple(equations),
         )
-        counts = {"num_consts": consts - len(layers), "num_carry": carried - len(sums)}
         found = replace(
             equation,
-            params={**equation.params, **counts},
+            params=compat.with_scan_counts(equation.params, consts - len(layers), carried - len(sums)),
             inputs=tuple(equation.inputs[i] for i in [*entering, *layers]),
             outputs=tuple(equation.outputs[j] for j in leaving),
             bodies=(inside,),

@@ -104,7 +104,7 @@ def _reading(scan: Equation, saved: Mapping[Atom, _Saved]) -> Equation:
     consts, carried = compat.scan_counts(scan.params)
     return replace(
         scan,
-        params={**scan.params, "num_consts": consts, "num_carry": carried},
+        params=compat.with_scan_counts(scan.params, consts, carried),
         inputs=tuple(inputs),
         bodies=(Program(tuple(entering), _named(body.outputs, now), tuple(equations), body.constants),),
     )

@@ -35,7 +35,7 @@ def _scan(equation: Equation, read: set[Var]) -> Equation:
     takes = [i for i, var in enumerate(body.inputs) if i in held or body.uses[var]]
     return replace(
         equation,
-        params={**equation.params, "num_consts": sum(i < consts for i in takes), "num_carry": carried},
+        params=compat.with_scan_counts(equation.params, sum(i < consts for i in takes), carried),
         inputs=tuple(equation.inputs[i] for i in takes),
         outputs=tuple(equation.outputs[j] for j in makes),
         bodies=(replace(body, inputs=tuple(body.inputs[i] for i in takes)),),

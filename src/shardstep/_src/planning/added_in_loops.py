@@ -12,6 +12,7 @@ A pass over a finished schedule: nothing is sent otherwise than before, and ever
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -46,7 +47,6 @@ def added_in_loops(schedule: Schedule, carried: Sequence[Var] = ()) -> Schedule:
     over.
     """
     steps = [_inside(step) for step in schedule.steps]
-    transfers = list(schedule.transfers)
     gone: set[int] = set()
     found = False
     for i, step in enumerate(steps):
@@ -57,13 +57,9 @@ def added_in_loops(schedule: Schedule, carried: Sequence[Var] = ()) -> Schedule:
             found = True
             gone.update(k for s in sums for k in (*s.way, s.add))
             steps[i] = _adding(step, steps, sums, schedule)
-    if not found and all(map(_same, steps, schedule.steps)):
+    if not found and all(map(operator.is_, steps, schedule.steps)):
         return schedule
-    return _without(replace(schedule, steps=tuple(steps), transfers=tuple(transfers)), gone)
-
-
-def _same(new: Step, old: Step) -> bool:
-    return new is old
+    return _without(replace(schedule, steps=tuple(steps)), gone)
 
 
 def _inside(step: Step) -> Step:

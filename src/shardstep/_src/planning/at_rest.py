@@ -35,14 +35,7 @@ def choose_weights(weights: str, options: Options, platform: str) -> tuple[str, 
     return _AUTO[platform] if weights == "auto" else (weights, "as asked")
 
 
-# What "auto" means where both ways are predicted to take about as long, by measurement.
-# GPU: benchmarks/gpu_replica.py, H200, bf16 compute. A 1.3B transformer, one replica of 8: 45.2 ms/step sharded, 44.2
-# replicated, but 5.0 GB sent against 7.1 and 2.0 GB of state against 6.6; of 64: 41.1 ms against 43.0. Six 8192x8192
-# weights: 0.81 ms against 1.65.
-# TPU: the compiler's estimates for 4 weights of 2048x2048, thousand cycles: 416 sharded, 847 replicated on v3:4x4; 133
-# and 115 on v5e:4x4; 160 and 308 on v5p:4x4x4; a fifth to a half of the memory.
-# CPU: benchmarks/suite.py, 4 weights of 1024x1024 on 8 devices: 29 ms sharded, 32 replicated. But simulated devices are
-# there to try things out, and whole weights are what evaluation code expects to find.
+# What "auto" means where both ways are predicted to take about as long: measured, see docs/decisions/001.
 _AUTO = {
     "cpu": ("replicated", "on CPU: evaluation expects whole weights"),
     "gpu": ("sharded", "on GPU: less memory, and measured as fast or faster"),

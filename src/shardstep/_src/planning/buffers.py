@@ -256,7 +256,7 @@ class _Walk:
         if not source.by_loop:
             return place
         self.left[place] += 1
-        return place + self.left[place] / 1024
+        return place + self.left[place] / (self.left[place] + 1)
 
     def rearranged(self, t: Transfer, source: Buffer, nbytes: int, place: float) -> Buffer:
         """Blocks of an inner dimension are not contiguous: the whole is copied before or after it is sent."""
