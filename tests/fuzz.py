@@ -2,6 +2,7 @@
 
     python tests/fuzz.py --seconds 600 [--seed S] [--only steps|equations] [--processes N] [--log FILE]
     python tests/fuzz.py --replay step:training:123456     # one program again, made as small as it gets
+    python tests/fuzz.py --visiting                        # its weights are small: examples go to them all the same
 
 It works in rounds, each in a process of its own, so that compiled programs do not pile up in memory. A round prints one
 line that starts with `FUZZ ` and is JSON; the last line, `FUZZ TOTAL `, adds them up. The exit status says whether a
@@ -38,6 +39,7 @@ import whole_steps
 from choices import Dice, simplified
 
 import shardstep
+from shardstep._src.planning import visits
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_disable_most_optimizations", True)
@@ -114,6 +116,12 @@ def replay(what: str) -> None:
         print(*try_step(Dice(made=made), how))
 
 
+def visit_always() -> None:
+    """Whatever it costs."""
+    visits.may_pay = visits.may_pay_in_loops = lambda schedule: True
+    visits.worth = visits.worth_in_loops = lambda visited, otherwise: True
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=600)
@@ -122,9 +130,12 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=1, help="rounds at once")
     parser.add_argument("--log")
     parser.add_argument("--replay")
+    parser.add_argument("--visiting", action="store_true", help="examples go to weights wherever they can")
     parser.add_argument("--round", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     told = parser.parse_args()
+    if told.visiting:
+        visit_always()
     if told.replay:
         replay(told.replay)
         return 0
@@ -143,6 +154,7 @@ def rounds(told: argparse.Namespace) -> int:
 
     def one(seed: int) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, __file__, "--round", str(seed), "--until", str(until), "--only", told.only]
+        command += ["--visiting"] * told.visiting
         return subprocess.run(command, capture_output=True, text=True)
 
     def note(seed: int, done: subprocess.CompletedProcess[str]) -> None:

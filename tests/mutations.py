@@ -130,6 +130,27 @@ MUTATIONS = [
         "planning/test_visits.py -k few_examples",
     ),
     Mutation(
+        "examples never go to weights in loops",
+        "planning/propagation/forward.py",
+        "if self.drawn or self.in_loops.visits:",
+        "if self.drawn:",
+        "planning/test_visits_in_loops.py -k weights_size_moves",
+    ),
+    Mutation(
+        "examples go to weights in loops whatever is sent",
+        "planning/visits.py",
+        "return little and worth(visited, otherwise)",
+        "return worth(visited, otherwise)",
+        "planning/test_visits_in_loops.py -k more_is_not_sent",
+    ),
+    Mutation(
+        "16-bit operands of products multiplied as they are",
+        "planning/buffers.py",
+        "if narrow is None or narrow.nbytes > narrow.narrow or not _is_narrow(atom.array):",
+        "if narrow is not None:",
+        "planning/test_memory.py -k operands_of_products",
+    ),
+    Mutation(
         "examples go to small weights",
         "planning/visits.py",
         "max(LEAST, (1 - WORTH) * sent(schedule))",

@@ -136,6 +136,22 @@ def test_the_prediction_is_near_what_xla_allocates(kind, weights):
     assert predicted.arguments + predicted.temporaries == pytest.approx(actual, rel=0.25)
 
 
+def test_16_bit_operands_of_products_are_copied_where_xla_multiplies_in_float32():
+    """As its CPU backend does: here a loop reads weights as they were passed in."""
+
+    def step(weights, frozen, x):
+        read = lambda total, part: (total + jnp.sum(jnp.tanh(part @ frozen)).astype(jnp.float32), None)  # noqa: E731
+        features, _ = lax.scan(read, 0.0, x.reshape(4, -1, WIDTH).astype(jnp.bfloat16))
+        return weights - 0.1 * features * jnp.mean(x), frozen
+
+    arguments = shaped(WIDTH), jax.ShapeDtypeStruct((WIDTH, 16 * WIDTH), jnp.bfloat16), shaped(32, WIDTH)
+    sharded = shardstep.shard(step, mesh_of(8), weights="replicated")
+    predicted = estimated(sharded, *arguments).memory
+    found = sharded.lower(*arguments).compile().memory_analysis()
+    assert found.temp_size_in_bytes > 16 * MATRIX
+    assert predicted.temporaries == pytest.approx(found.temp_size_in_bytes, rel=0.2)
+
+
 # -- limits -------------------------------------------------------------------------------------------------------
 
 

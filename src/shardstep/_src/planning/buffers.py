@@ -16,11 +16,12 @@ import jax.numpy as jnp
 
 from ..core import compat
 from ..core.layout import Array, Layout, Replicated, Split, block_shape
-from ..core.program import Atom, Equation, Literal, Var
+from ..core.program import Atom, Equation, Var
 from ..core.schedule import Bundle, Ruling, Schedule, Step, Transfer
 from ..rules.added_rows import ADDED
 from .flops import flops, multiplies
 from .fusion import Kind, is_expensive, kind_of
+from .merged import Merged
 
 
 class Use(NamedTuple):
@@ -134,36 +135,6 @@ class _Facts(NamedTuple):
     product: Product | None
 
 
-class Merged:
-    """What a compiler that drops barriers makes once, though the program says twice: a rematerialised block is the
-    forward pass again, value for value.
-    """
-
-    def __init__(self) -> None:
-        self.first: dict[Atom, Atom] = {}  # what a value is the same as
-        self.made: dict[Any, tuple[Atom, ...]] = {}
-
-    def with_earlier(self, step: Step) -> tuple[Atom, ...]:
-        """The values that the results of an equation are the same as; none, if they are new."""
-        equation, ruling = step.equation, step.ruling
-        atoms = tuple(self.first.get(a, a) for a in equation.inputs)
-        if equation.primitive is _BARRIER:
-            found: tuple[Atom, ...] = atoms
-        elif equation.bodies or equation.effects:
-            return ()
-        else:
-            read = tuple(str(a.value) if isinstance(a, Literal) else a for a in atoms)
-            params = tuple(sorted(equation.params.items()))
-            try:
-                found = self.made.setdefault((equation.primitive, params, read, ruling.operands), equation.outputs)
-            except TypeError:  # parameters that cannot be compared
-                return ()
-        if found is equation.outputs:
-            return ()
-        self.first.update(zip(equation.outputs, found, strict=True))
-        return found
-
-
 class _Walk:
     """One pass over a schedule."""
 
@@ -177,6 +148,7 @@ class _Walk:
         self.sizes: dict[tuple[Array, Layout], int] = {}
         self.left: Counter[float] = Counter()  # how many values were made smaller where a loop left them
         self.facts: dict[Ruling, _Facts] = {}
+        self.wide: dict[Buffer, Buffer] = {}  # the copies in float32 of 16-bit floats
         self.indexes = any(axis.backend.indexes for axis in schedule.axes)
         merges = any(axis.backend.merges for axis in schedule.axes)
         again = merges and any(e.primitive is _BARRIER for e in schedule.program.equations)
@@ -265,6 +237,17 @@ class _Walk:
         self.made.append(copy)
         return copy
 
+    def widened(self, atom: Atom, narrow: Buffer | None, place: int) -> Buffer | None:
+        """A copy for all products that read a 16-bit operand as it was passed in or sent."""
+        if narrow is None or narrow.nbytes > narrow.narrow or not _is_narrow(atom.array):
+            return narrow
+        wide = self.wide.get(narrow)
+        if wide is None:
+            wide = self.wide[narrow] = Buffer(self.width * narrow.nbytes, place, Kind.OPAQUE)
+            narrow.uses.append(Use(place, Kind.OPAQUE, False, False, wide))
+            self.made.append(wide)
+        return wide
+
     def step(self, step: Step, place: int) -> None:
         equation, ruling = step.equation, step.ruling
         if self.merged and (earlier := self.merged.with_earlier(step)):
@@ -276,6 +259,8 @@ class _Walk:
         if facts is None:
             facts = self.facts[ruling] = self.facts_of(step)
         kind, product = facts.kind, facts.product
+        if product and self.width > 1:
+            read = [self.widened(atom, buffer, place) for atom, buffer in zip(equation.inputs, read, strict=True)]
         if kind is Kind.VIEW and len(equation.outputs) == len(read):
             for buffer, var, layout in zip(read, equation.outputs, ruling.results, strict=True):
                 self.add(var, layout, buffer or self.new(var, layout, Buffer(var.array.nbytes, place, Kind.FUSED)))
@@ -342,7 +327,7 @@ class _Walk:
             for a, f in zip(equation.inputs, ruling.operands, strict=True)
         ]
         work = flops(equation.primitive, ruling.params, blocks, ruling.blocks)
-        return Product(work, blocks[0].dtype, sum(b.nbytes for b in blocks) + ruling.bytes_made)
+        return Product(work, blocks[0].dtype, sum(_held(b, self.width) for b in (*blocks, *ruling.blocks)))
 
     def new(self, var: Var, layout: Layout, buffer: Buffer) -> Buffer:
         """Of a value that an equation makes."""
@@ -361,8 +346,11 @@ def _held(block: Array, width: int) -> int:
     """Bytes of a result. XLA's CPU backend computes 16-bit floats in float32, and keeps them so until they leave a loop
     or the program.
     """
-    narrow = width > 1 and getattr(block.dtype, "itemsize", 4) == 2 and jnp.issubdtype(block.dtype, jnp.floating)
-    return block.nbytes * (width if narrow else 1)
+    return block.nbytes * (width if _is_narrow(block) else 1)
+
+
+def _is_narrow(array: Array) -> bool:
+    return getattr(array.dtype, "itemsize", 4) == 2 and jnp.issubdtype(array.dtype, jnp.floating)
 
 
 def _is_strided(t: Transfer) -> bool:

@@ -172,7 +172,7 @@ def _attempt(problem: Problem, weights: str, why_weights: str) -> Attempt:
     if moves_weights(problem.options) or not visits.may_pay(found.schedule):
         return found
     other = under(replace(policy, visits=True))
-    if other.seconds >= visits.WORTH * found.seconds or other.fits < found.fits:
+    if not visits.worth(other, found):
         return found
     why = visits.why(other.schedule, other.seconds, found.seconds)
     return replace(other, why_weights=f"{other.why_weights}; {why}")

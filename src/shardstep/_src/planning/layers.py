@@ -2,17 +2,21 @@
 
 Asked for by `Options.layers`. Otherwise as little is sent as can be, unless that does not fit: then the fastest way
 that does, and if none does, the smallest. Layers that are gathered one by one to begin with are gathered once where
-`weights="auto"` finds that they fit and that it is faster.
+`weights="auto"` finds that they fit and that it is faster. Where a replica has few examples in every iteration, they
+go to the weights if that is faster (`visits.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
+from ..core.options import moves_weights
 from ..core.schedule import Schedule
+from . import visits
 from .problem import Attempt, Problem
-from .propagation.in_loops import LITTLE_HELD, LITTLE_SENT, ONCE, SUMS_SPLIT, InLoops
+from .propagation.in_loops import LITTLE_HELD, LITTLE_SENT, ONCE, SUMS_SPLIT, VISITED, InLoops
 
 Plan = Callable[[Problem, str, str], Attempt]  # a problem, how weights rest, and why
 
@@ -43,6 +47,11 @@ def chosen(problem: Problem, resting: Resting, plan: Plan) -> Attempt:
         told = f"{resting.why}; {_TOLD[how]} ({why})"
         return plan(problem.with_loops(how), resting.weights, told)
 
+    if not asked and not moves_weights(problem.options) and visits.may_pay_in_loops(first.schedule):
+        visited = plan(problem.with_loops(VISITED), resting.weights, resting.why)
+        if visits.worth_in_loops(visited, first):
+            why = visits.why_in_loops(visited.schedule, visited.seconds, first.seconds)
+            first = replace(visited, why_weights=f"{visited.why_weights}; {why}")
     if sharded and asked == "each":
         return _if_other(first, again(LITTLE_HELD, "as asked"))
     if sharded and _gathers_layers(first.schedule):
@@ -62,7 +71,7 @@ def chosen(problem: Problem, resting: Resting, plan: Plan) -> Attempt:
 def beyond_xla(attempt: Attempt) -> str:
     """What XLA does not do by itself: what it sends and keeps in the iterations of loops is its own choice."""
     how = attempt.problem.memo.in_loops
-    return "to hold less by scattering in every iteration of a loop" if how.scatters else ""
+    return "to hold less by scattering in every iteration of a loop" if how.scatters and not how.visits else ""
 
 
 def _if_other(first: Attempt, other: Attempt) -> Attempt:

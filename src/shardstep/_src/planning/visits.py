@@ -8,11 +8,14 @@ decide (`decision.py`).
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 from ..core.layout import is_batch
 from ..core.schedule import Schedule, Step
 from .engines import sent
 from .flops import multiplies
 from .formatting import duration
+from .problem import Attempt
 
 WORTH = 0.9  # of the predicted seconds: if less than a tenth is gained, fewer messages are the safer choice
 SMALL = 256 << 10  # bytes: what moves less is better packed with others, and thousands of such weights are planned once
@@ -21,7 +24,28 @@ LEAST = 16 << 20  # bytes: where less is at stake, messages take their time by b
 
 def may_pay(schedule: Schedule) -> bool:
     """Could the step send so much less, if examples went to weights wherever they are smaller?"""
-    return sum(map(_saved, schedule.steps)) > max(LEAST, (1 - WORTH) * sent(schedule))
+    return _enough(sum(map(_saved, schedule.steps)), schedule)
+
+
+def may_pay_in_loops(schedule: Schedule) -> bool:
+    """Could loops handle so much less in all their iterations? They gather weights and scatter gradients once, but each
+    iteration reads weights and writes gradients.
+    """
+    return _enough(sum(times * _saved(step) for step, times in in_loops(schedule)), schedule)
+
+
+def worth(visited: Attempt, otherwise: Attempt) -> bool:
+    return visited.seconds < WORTH * otherwise.seconds and visited.fits >= otherwise.fits
+
+
+def worth_in_loops(visited: Attempt, otherwise: Attempt) -> bool:
+    """What is sent in every iteration may be more than what is sent once. It must not be more than everyone sends."""
+    little = visited.problem.sends_no_more(visited.schedule) or visited.sent <= otherwise.sent
+    return little and worth(visited, otherwise)
+
+
+def _enough(saved: float, schedule: Schedule) -> bool:
+    return saved > max(LEAST, (1 - WORTH) * sent(schedule))
 
 
 def _saved(step: Step) -> float:
@@ -37,10 +61,29 @@ def _saved(step: Step) -> float:
     return saved if saved >= SMALL else 0
 
 
+def in_loops(schedule: Schedule, around: int = 1) -> Iterator[tuple[Step, int]]:
+    """The equations in the bodies of loops, and how often they run."""
+    for step in schedule.steps:
+        for body, times in zip(step.bodies, step.times, strict=True):
+            yield from ((inner, around * times) for inner in body.steps)
+            yield from in_loops(body, around * times)
+
+
+def _visitors(steps: Iterable[Step]) -> int:
+    return sum(step.ruling.visit is not None and step.ruling.visit.on_trial for step in steps)
+
+
 def why(schedule: Schedule, seconds: float, otherwise: float) -> str:
     """What the plan says of it."""
-    count = sum(step.ruling.visit is not None and step.ruling.visit.on_trial for step in schedule.steps)
+    return _told(f"in {_visitors(schedule.steps)} products", seconds, otherwise)
+
+
+def why_in_loops(schedule: Schedule, seconds: float, otherwise: float) -> str:
+    return _told(f"in {_visitors(step for step, _ in in_loops(schedule))} products of loops", seconds, otherwise)
+
+
+def _told(where: str, seconds: float, otherwise: float) -> str:
     return (
-        f"few examples per replica: they go to the weights in {count} products, predicted step {duration(seconds)}"
-        f" instead of {duration(otherwise)}"
+        f"few examples per replica: they go to the weights {where}, predicted step {duration(seconds)} instead of"
+        f" {duration(otherwise)}"
     )

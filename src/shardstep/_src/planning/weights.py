@@ -51,7 +51,9 @@ def reconsidered(chosen: Attempt, plan: Callable[[str, str], Attempt]) -> Attemp
 def might_save(chosen: Attempt) -> bool:
     """Could the other way be so much faster that it is worth planning? The wire is asked first: its time is known."""
     if chosen.weights == "replicated":
-        return visits.may_pay(chosen.schedule) or any(step.ruling.visit for step in chosen.schedule.steps)
+        schedule = chosen.schedule
+        may_pay = visits.may_pay(schedule) or visits.may_pay_in_loops(schedule)
+        return may_pay or any(step.ruling.visit for step in schedule.steps)
     if _sends_more(chosen):
         return True
     replicas = chosen.problem.replicas

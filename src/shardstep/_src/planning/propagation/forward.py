@@ -149,7 +149,8 @@ class Forward(Values):
 
     def body(self, program: Program, boundary: Boundary) -> Schedule:
         """Schedule the body of a loop or branch."""
-        boundary = replace(boundary, drawn=self.drawn) if self.drawn else boundary
+        if self.drawn or self.in_loops.visits:
+            boundary = replace(boundary, drawn=self.drawn, visits=self.in_loops.visits)
         return remembered(program, self.axes, boundary, self.memo)
 
     # -- one equation ---------------------------------------------------------------------------------------------
@@ -271,10 +272,13 @@ class Forward(Values):
             return yields(decision), seconds, work(site, decision), not shares
 
         def in_vain(decision: Decision) -> bool:
-            """A loop gathers a table once for all iterations; a sum is reduced for the sake of its other terms too."""
+            """Loops gather a table once for all iterations, unless they are to be visited; a sum is reduced for the
+            sake of its other terms too.
+            """
             if decision.visit is None:
                 return False
-            waits = self.inside or any(preference.terms > 1 for preference in preferences)
+            waits = self.inside and not self.visits
+            waits |= any(preference.terms > 1 for preference in preferences)
             return waits or (decision.visit.on_trial and not self.visits)
 
         best, best_score = None, (True, math.inf, math.inf, True)

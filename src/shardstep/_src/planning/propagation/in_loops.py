@@ -1,10 +1,11 @@
-"""Memory for messages: what loops may do in every iteration in order to hold less.
+"""Memory for messages: what loops may do in every iteration in order to hold less, or to do less.
 
     for microbatch:                                        held             sent
         for layer: forward, then backward
     as little sent as can be:                              W + G            gather W, scatter G
     sums scattered in each iteration:                      W + G/N          gather W, scatter G per microbatch
     and layers gathered one by one, too:                   a layer + G/N    gather W twice, scatter G per microbatch
+    few examples that go to split weights:                 (W + G)/N        examples, there and back, per product
 
 W are the weights of all layers, G the gradients that the microbatches add up. Without microbatches, layers are gathered
 one by one to begin with, and once in front of the loop if there is memory for that. Which of these a step takes is
@@ -29,12 +30,14 @@ class InLoops:
     gathers_once: bool = False  # are stacks that outermost loops slice gathered in front of them?
     streams: bool = False  # are stacks that loops inside of loops slice gathered there, slice by slice?
     scatters: bool = False  # is what a loop adds up scattered in every iteration?
+    visits: bool = False  # may examples go to split weights in every iteration? What no product visits is gathered once
 
 
 LITTLE_SENT = InLoops()
 ONCE = InLoops(gathers_once=True)
 SUMS_SPLIT = InLoops(gathers_once=True, scatters=True)
 LITTLE_HELD = InLoops(streams=True, scatters=True)
+VISITED = InLoops(scatters=True, visits=True)
 
 
 def only_sliced(program: Program, var: Atom) -> bool:
