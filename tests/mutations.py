@@ -151,6 +151,13 @@ MUTATIONS = [
         "planning/test_memory.py -k operands_of_products",
     ),
     Mutation(
+        "terms of a sum visit, though it is reduced for another one",
+        "planning/propagation/apart.py",
+        "return self._terms(equation, k, split) < cost(",
+        "return 0 < cost(",
+        "planning/test_tables.py -k another_one_cannot",
+    ),
+    Mutation(
         "examples go to small weights",
         "planning/visits.py",
         "max(LEAST, (1 - WORTH) * sent(schedule))",

@@ -7,11 +7,12 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ...core.layout import REPLICATED, Layout, Partial, Placement, Replicated, Split, is_batch
+from ...core.layout import PARTIAL, REPLICATED, Layout, Partial, Placement, Replicated, Split, is_batch
 from ...core.program import Atom, Equation, Literal, Program
 from ...core.schedule import NO_PREFERENCE, Preference, Schedule, Step
 from ...rules import Site
 from . import loops
+from .apart import Apart
 from .boundary import Boundary
 from .memo import Forms, Memo, Preferences
 from .microbatches import PERMUTED, Reschedule, may_permute
@@ -38,7 +39,7 @@ def due_at_the_end(
 
 def preferences_of(first: Schedule, boundary: Boundary, memo: Memo, reschedule: Reschedule) -> dict[Atom, Preferences]:
     """What the readers of each value want of it, seen from the end of the program."""
-    backward = Backward(first, boundary.seen, memo, reschedule)
+    backward = Backward(first, boundary, memo, reschedule)
     for i, (atom, layout) in enumerate(zip(first.program.outputs, boundary.outputs, strict=True)):
         for k in range(len(first.axes)):
             if layout is not None:
@@ -60,7 +61,7 @@ def preference_for(placement: Placement) -> Preference:
 
 
 class Backward:
-    def __init__(self, first: Schedule, seen: Sequence[Layout], memo: Memo, reschedule: Reschedule):
+    def __init__(self, first: Schedule, boundary: Boundary, memo: Memo, reschedule: Reschedule):
         self.axes = first.axes
         self.memo = memo
         self.preferences = no_preferences(first.program, len(first.axes), memo)
@@ -69,16 +70,24 @@ class Backward:
         self.uses = first.program.uses
         self.reschedule = reschedule
         self.forms: dict[Atom, Forms] = dict(zip(first.program.inputs, map(self.held_in, first.inputs), strict=True))
-        self.forms.update(zip(first.program.inputs, map(self.held_in, seen), strict=False))
+        self.forms.update(zip(first.program.inputs, map(self.held_in, boundary.seen), strict=False))
         rulings = {step.ruling for step in first.steps}
         forms = {ruling: tuple(map(self.held_in, ruling.seen)) for ruling in rulings}
         for step in first.steps:
             self.forms.update(zip(step.equation.outputs, forms[step.ruling], strict=True))
         self.program = first.program
+        self.boundary = boundary
 
     @functools.cached_property
     def producers(self) -> dict[Atom, Equation]:
         return {v: e for e in self.program.equations for v in e.outputs}
+
+    @functools.cached_property
+    def apart(self) -> Apart:
+        return Apart(self.axes, self.producers, self.uses, self.placed, self.answer, self.boundary.visits)
+
+    def placed(self, atom: Atom, k: int) -> Placement:
+        return self.forms[atom].primary[k] if atom in self.forms else REPLICATED
 
     def held_in(self, layout: Layout) -> Forms:
         """A value that is held in one layout, whatever its readers want."""
@@ -102,10 +111,11 @@ class Backward:
             self.visit_bodies(step)
             return
         asked = map(self.preferences.get, equation.outputs)
-        key = (step.ruling, *map(self.forms.get, equation.inputs), *asked)
+        apart = tuple(self.comes_apart(step, k) for k in range(len(self.axes)))
+        key = (step.ruling, *map(self.forms.get, equation.inputs), *asked, apart)
         requests = self.memo.requests.get(key)
         if requests is None:
-            requests = self.memo.requests[key] = self.requests(step)
+            requests = self.memo.requests[key] = self.requests(step, apart)
         for i, preferences in requests:
             atom = equation.inputs[i]
             self.preferences[atom] = self.memo.both(self.preferences[atom], preferences)
@@ -121,21 +131,32 @@ class Backward:
                 for atom in scanned:
                     self.prefer_only(atom, k, Preference((PERMUTED,)))
 
-    def requests(self, step: Step) -> tuple[tuple[int, Preferences], ...]:
+    def comes_apart(self, step: Step, k: int) -> bool:
+        """Is this a sum of terms that are better all made where it is wanted? Loops add up, and reduce once, unless
+        weights are to be visited there.
+        """
+        waits = self.boundary.inside and not self.boundary.visits
+        if waits or [layout[k] for layout in step.results] != [PARTIAL]:
+            return False
+        wanted = self.preferences[step.equation.outputs[0]].by_axis[k]
+        several = [self.placed(a, k) for a in step.equation.inputs].count(PARTIAL) > 1
+        return several and bool(wanted.splits) and self.apart.pays(step.equation, k, wanted.splits[0])
+
+    def requests(self, step: Step, apart: Sequence[bool]) -> tuple[tuple[int, Preferences], ...]:
         """What an equation wants of its operands, given what is wanted of its results."""
         found: dict[int, list[Preference]] = {}
         for k in range(len(self.axes)):
-            for i, preference in self.along(step, k):
+            for i, preference in self.along(step, k, apart[k]):
                 value = step.equation.pattern[i]  # of `x * x` both operands are one value
                 if value >= 0:
                     preferences = found.setdefault(value, list(self.nothing))
                     preferences[k] = preferences[k] | preference
         return tuple((i, self.memo.preferences(tuple(preferences))) for i, preferences in found.items())
 
-    def along(self, step: Step, k: int) -> Iterator[tuple[int, Preference]]:
-        """The same along axis k: an operand, and a preference."""
+    def along(self, step: Step, k: int, apart: bool) -> Iterator[tuple[int, Preference]]:
+        """The same along axis k: an operand, and a preference. The terms of what comes apart share no reduction."""
         equation = step.equation
-        held = [self.forms[a].primary[k] if a in self.forms else REPLICATED for a in equation.inputs]
+        held = [self.placed(a, k) for a in equation.inputs]
         meets_batch = any(map(is_batch, held))
         stays = [not meets_batch and home == layout[k] for home, layout in zip(held, step.operands, strict=True)]
         for i, (home, layout) in enumerate(zip(held, step.operands, strict=True)):
@@ -150,7 +171,7 @@ class Backward:
             return
         summed_up = self.answer(equation, k, condensed)
         sums = any(isinstance(layout[k], Partial) for layout in step.results[:1])  # a callback has no results
-        summed = sum(isinstance(h, Partial) for h in held) if sums else 1
+        summed = sum(isinstance(h, Partial) for h in held) if sums and not apart else 1
         for r, preference in enumerate(self.preferences[v].by_axis[k] for v in equation.outputs):
             if meets_batch and any(is_batch(held[i]) for i in self.answer(equation, k, carried, r)):
                 continue  # of a barrier, the other results have nothing to do with the examples
