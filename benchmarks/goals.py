@@ -76,7 +76,7 @@ def judge(folder: Path = RESULTS) -> list[Goal]:
             over_sgd(read("gpu_muon", folder), "muon"),
         ),
         goal(f"the kernel counts what the plan says: at most {APART:.0%} apart", counted(read("wire", folder))),
-        goal("cost grows as theory says", growing(read("growth", folder))),
+        goal("cost grows no faster than theory says", growing(read("growth", folder))),
         goal(f"a call on 1,000 leaves: at most {CALL:g} times jit's", calls(read("calls", folder))),
         goal(f"planning 10,000 leaves: under {PLANNING_S:g} s", planning(read("planning", folder))),
     ]
