@@ -11,6 +11,7 @@ from shardstep._src.core.backend import Backend
 from shardstep._src.core.layout import REPLICATED, Axis, Split
 from shardstep._src.core.tiles import all_reduced
 from shardstep._src.machine import replicas
+from shardstep._src.planning import summed_whole
 from shardstep._src.planning.summed_whole import left_whole
 
 TORUS = (Axis(("y",), 4, Backend(tiled=True)), Axis(("x",), 8, Backend(tiled=True)))
@@ -65,7 +66,7 @@ def test_padding_stays_where_it_is():
 # -- in a step ------------------------------------------------------------------------------------------------------
 
 
-def leaves(mesh, monkeypatch, dtype=jnp.bfloat16, hidden=2048):
+def leaves(mesh, monkeypatch, dtype=jnp.bfloat16):
     """Layouts of two weights on a torus of 4 x 2: a block of the first would have 128 columns."""
     monkeypatch.setattr(replicas, "_backend", lambda *_: Backend(tiled=True))
 
@@ -78,7 +79,7 @@ def leaves(mesh, monkeypatch, dtype=jnp.bfloat16, hidden=2048):
         momentum = jax.tree.map(lambda m, g: 0.9 * m + g, state["m"], grads)
         return {"w": jax.tree.map(lambda w, m: w - 0.1 * m, state["w"], momentum), "m": momentum}, value
 
-    weights = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((32, 1024), (1024, hidden))]
+    weights = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((32, 1024), (1024, 2048))]
     options = shardstep.Options(topology="v5e:2x4", min_shard_bytes=1)
     examples = jax.ShapeDtypeStruct((1 << 16, 32), jnp.float32)  # so many that weights go to them
     sharded = shardstep.shard(step, mesh, batch_argnums=1, weights="sharded", options=options)
@@ -100,5 +101,6 @@ def test_not_where_whole_tiles_are_scattered(mesh, monkeypatch):
 
 
 def test_not_where_it_would_take_much_memory(mesh, monkeypatch):
-    _, weight, _ = leaves(mesh, monkeypatch, hidden=2)
+    monkeypatch.setattr(summed_whole, "ROOM", 1e-9)
+    _, weight, _ = leaves(mesh, monkeypatch)
     assert "replicated" not in weight.layout

@@ -167,7 +167,7 @@ def _attempt(problem: Problem, weights: str, why_weights: str) -> Attempt:
     if summed := _summed_anyway(found):
         whole_there = replace(policy, summed=summed)
         other = under(whole_there)
-        if other.fits >= found.fits and _little_more(found, other):
+        if other.fits >= found.fits and other.peak <= (1 + summed_whole.ROOM) * found.peak:
             policy, found = whole_there, other
     if moves_weights(problem.options) or not visits.may_pay(found.schedule):
         return found
@@ -184,13 +184,6 @@ def _summed_anyway(found: Attempt) -> summed_whole.Summed:
     more, replicated = sum(cut.values()), engines.sent(found.problem.baseline)
     worth = summed_whole.WORTH * replicated
     return cut.keys() if more > worth and found.sent + more > replicated + worth else frozenset()
-
-
-def _little_more(found: Attempt, other: Attempt) -> bool:
-    """Does the other attempt keep little more state on a replica?"""
-    state = found.problem.captured.state
-    (own, whole_state), (others, _) = (summed_whole.state_bytes(a.schedule, state) for a in (found, other))
-    return others - own <= summed_whole.ROOM * whole_state
 
 
 def _scheduled(problem: Problem, policy: Policy) -> tuple[Schedule, tuple[str, ...]]:

@@ -11,7 +11,7 @@ once more, with those leaves whole along those axes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -26,7 +26,7 @@ from ..core.wire import Wire
 Summed = AbstractSet[tuple[tuple[int, ...], int]]  # shapes of gradients, and the bytes of a number as it travels
 
 WORTH = 1e-3  # of the bytes that the step sends: less is not worth scheduling it again
-ROOM = 0.1  # of the whole state may rest on more replicas for it
+ROOM = 0.1  # of the memory that a device needs may be added for it
 
 
 def cut_inside(schedule: Schedule) -> dict[tuple[tuple[int, ...], int], float]:
@@ -81,13 +81,3 @@ def _cut(
 
 def _itemsize(move: Move, dtype: Any, axis: Axis) -> int:
     return Array((), wire_dtype(move, dtype, axis)).nbytes
-
-
-def state_bytes(schedule: Schedule, state: Mapping[int, int]) -> tuple[int, int]:
-    """Of a replica's share of the state, and of all of it."""
-    own = whole = 0
-    for i in state:
-        array = schedule.program.inputs[i].array
-        own += Array(block_shape(array.shape, schedule.inputs[i], schedule.axes), array.dtype).nbytes
-        whole += array.nbytes
-    return own, whole
