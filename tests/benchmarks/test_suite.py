@@ -15,6 +15,7 @@ import history
 import jax
 import jax.numpy as jnp
 import numpy as np
+import predicted_order
 import pytest
 import scaling
 import suite
@@ -437,3 +438,11 @@ def test_matrix_optimizers_have_a_row_each_beside_sgd(hook, tmp_path):
     *_, line = hook.matrices(tmp_path).splitlines()
     assert line == "| shampoo | 90 ms | 50 ms | 18 ms | 5.0x | 5.0x | 1.25 | 4 of 24 | 1.50 |"
     assert "Load of the machine" in hook.matrices_about(tmp_path)
+
+
+def test_a_step_of_products_takes_about_as_long_as_predicted():
+    """`transformer-compute` is bound by them: that is what the table of chips says of the machine of the rows."""
+    cell = ("transformer-compute", "adam", 8)
+    measured = dict(predicted_order.cells(suite.read("latest")))[cell]
+    for variant, predicted in predicted_order.predicted(*cell).items():
+        assert 0.4 < predicted / measured[variant] < 2.5, variant

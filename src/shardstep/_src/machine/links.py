@@ -148,13 +148,13 @@ CHIPS = {
         host=_PCIE5,
     ),
     # One of 8 simulated devices on 2 cores: psum_scatter + all_gather of 32 B to 16 MB (jax 0.12, 2026-11-16), products
-    # of 512 x 512 on all devices at once (jax 0.10.2, 2026-11-18). Given, not measured in each process: processes of
-    # one run must make the same plan.
+    # of 512 x 512 on all devices at once (least CPU time of two cores, jax 0.10.2, 2026-11-19). Given, not measured in
+    # each process: processes of one run must make the same plan.
     "cpu": Chip(
         "cpu",
         2.5 * _GIGA,
         math.inf,
-        Peak(20 * _GIGA, 9 * _GIGA, 6 * _GIGA, 9 * _GIGA),
+        Peak(40 * _GIGA, 40 * _GIGA, 20 * _GIGA, 1 * _GIGA),
         Link("shared memory", 1.2 * _GIGA, 20 * _MICRO, 100 * _MICRO),
         Link("network", 1.2 * _GIGA, 50 * _MICRO, 100 * _MICRO),
         source="measured by shardstep's developers",
