@@ -78,6 +78,15 @@ FEW = 8
 READ = [read_and_scored, cast, looked_up_twice, three_times]
 
 
+@pytest.fixture
+def always(monkeypatch):
+    """Examples go to the table, whatever it costs."""
+    for name in ("may_pay", "may_pay_in_loops"):
+        monkeypatch.setattr(visits, name, lambda schedule: True)
+    for name in ("worth", "worth_in_loops"):
+        monkeypatch.setattr(visits, name, lambda visited, otherwise: True)
+
+
 def visiting(sharded, *args):
     return [s for s in sharded.program(args, {})[0].decided.schedule.steps if s.ruling.visit]
 
@@ -121,27 +130,48 @@ def test_products_do_not_visit_where_the_user_says_how_gradients_travel(mesh, as
     assert not any(s.ruling.visit.on_trial for s in visiting(sharded, start(), tokens(FEW)))
 
 
+def in_microbatches(loss):
+    """Each of them adds to the gradient of the table."""
+
+    def total(table, tokens):
+        def add(total, part):
+            value, gradient = jax.value_and_grad(loss)(table, part)
+            return (total[0] + value / 2, total[1] + gradient / 2), None
+
+        return jax.lax.scan(add, (jnp.zeros(()), jnp.zeros_like(table)), tokens.reshape(2, -1, 2))[0]
+
+    def step(state, tokens):
+        table, moments = state
+        value, gradient = total(table, tokens)
+        update, moments = OPTIMIZER.update(gradient, moments)
+        return (optax.apply_updates(table, update), moments), value
+
+    return step
+
+
+def test_in_loops_that_are_visited_no_term_moves_either(mesh, always):
+    sharded = shardstep.shard(in_microbatches(read_and_scored), mesh, weights="sharded")
+    found = collectives(sharded.lower(start(), tokens(2 * FEW)).compile().as_text())
+    assert max(c.bytes for c in found) < TABLE / 8
+    agree_for_two_steps(in_microbatches(read_and_scored), mesh, 2 * FEW, "sharded")
+
+
 # ----------------------------------------------------- the numbers ----------------------------------------------------
 
 
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])
 @pytest.mark.parametrize("loss", [read_and_scored, three_times, also_in_a_loop])
 @pytest.mark.parametrize(("n", "count"), [(8, 8), (3, 5), pytest.param(2, 1, marks=pytest.mark.thorough)])
-def test_same_numbers(loss, n, count, weights, monkeypatch):
-    monkeypatch.setattr(visits, "may_pay", lambda schedule: True)
-    monkeypatch.setattr(visits, "WORTH", float("inf"))
-    agree_for_two_steps(loss, mesh_of(n), count, weights)
+def test_same_numbers(loss, n, count, weights, always):
+    agree_for_two_steps(step_of(loss), mesh_of(n), count, weights)
 
 
-def test_same_numbers_on_two_axes(monkeypatch):
-    monkeypatch.setattr(visits, "may_pay", lambda schedule: True)
-    monkeypatch.setattr(visits, "WORTH", float("inf"))
+def test_same_numbers_on_two_axes(always):
     grid = Mesh(np.array(jax.devices()).reshape(2, 4), ("hosts", "chips"))
-    agree_for_two_steps(three_times, grid, 8, "sharded")
+    agree_for_two_steps(step_of(three_times), grid, 8, "sharded")
 
 
-def agree_for_two_steps(loss, mesh, count, weights):
-    step = step_of(loss)
+def agree_for_two_steps(step, mesh, count, weights):
     sharded, plain = shardstep.shard(step, mesh, weights=weights), jax.jit(step)
     ours, theirs, states = start(), start(), [start()]
     for _ in range(2):
