@@ -59,7 +59,7 @@ FULL = (
     Cell("scanned-gpt", "adamw+clip"),
     Cell("scanned-gpt", "sgd", steps=6),
     Cell("transformer-512", "muon", steps=4),
-    Cell("transformer-256", "shampoo", steps=4),
+    Cell("transformer-256", "shampoo", steps=2),
     Cell("mixture", "adam", steps=7),
     Cell("accumulating", "adam", steps=5),
     # other models, each with the optimizer that it is trained with
