@@ -136,6 +136,7 @@ def test_the_prediction_is_near_what_xla_allocates(kind, weights):
     assert predicted.arguments + predicted.temporaries == pytest.approx(actual, rel=0.25)
 
 
+@pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="XLA on CPU multiplies bfloat16")
 def test_16_bit_operands_of_products_are_copied_where_xla_multiplies_in_float32():
     """As its CPU backend does: here a loop reads weights as they were passed in."""
 

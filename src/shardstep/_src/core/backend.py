@@ -10,6 +10,7 @@ class Backend:
     """Facts of the backend, the same along every axis. The defaults are those of a GPU."""
 
     widens: bool = False  # are sums of 16-bit floats formed in float32, as XLA's own all-reduce does on CPU?
+    multiplies_wide: bool = False  # are 16-bit operands of products copied to float32?
     tiled: bool = False  # does memory come in tiles, as on TPU?
     message_bytes: int = 0  # larger blocks are scattered in pieces (see ring_scatter.py); 0: whole
     outermost: bool = False  # do collectives cut the outermost dimension only, as XLA's do on CPU?

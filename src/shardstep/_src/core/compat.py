@@ -99,6 +99,7 @@ def primitive(name: str) -> Any:
 _VERSION: tuple[int, int] = jax.__version_info__[:2]
 
 CPU_DROPS_BARRIERS = _VERSION < (0, 12)  # XLA:CPU then merges what a barrier kept apart, before it decides on memory
+CPU_MULTIPLIES_WIDE = _VERSION < (0, 12)  # XLA:CPU then copies 16-bit operands of products to float32
 
 
 def _at_home(name: str) -> Any:

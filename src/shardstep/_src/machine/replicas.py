@@ -100,6 +100,7 @@ def _backend(devices: Sequence[Any], machine: str | None) -> Backend:
     on_cpu, processes = platform == "cpu", len({d.process_index for d in devices})
     return Backend(
         widens=summed_on == "cpu",  # XLA's CPU backend sums 16-bit floats in float32: the rewritten step too
+        multiplies_wide=summed_on == "cpu" and compat.CPU_MULTIPLIES_WIDE,
         tiled=platform == "tpu",
         # What ring_scatter.py says was measured with every replica in a process of its own.
         message_bytes=_MESSAGE_BYTES if on_cpu and processes == len(devices) else 0,

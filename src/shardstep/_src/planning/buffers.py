@@ -141,6 +141,7 @@ class _Walk:
     def __init__(self, schedule: Schedule):
         self.schedule = schedule
         self.width = 2 if any(axis.backend.widens for axis in schedule.axes) else 1  # of 16-bit floats inside of a step
+        self.multiplies_wide = any(axis.backend.multiplies_wide for axis in schedule.axes)
         self.values: dict[Atom, list[tuple[Layout, Buffer]]] = {}
         self.made: list[Buffer] = []
         self.products: list[Product] = []
@@ -259,7 +260,7 @@ class _Walk:
         if facts is None:
             facts = self.facts[ruling] = self.facts_of(step)
         kind, product = facts.kind, facts.product
-        if product and self.width > 1:
+        if product and self.multiplies_wide:
             read = [self.widened(atom, buffer, place) for atom, buffer in zip(equation.inputs, read, strict=True)]
         if kind is Kind.VIEW and len(equation.outputs) == len(read):
             for buffer, var, layout in zip(read, equation.outputs, ruling.results, strict=True):
@@ -327,7 +328,8 @@ class _Walk:
             for a, f in zip(equation.inputs, ruling.operands, strict=True)
         ]
         work = flops(equation.primitive, ruling.params, blocks, ruling.blocks)
-        return Product(work, blocks[0].dtype, sum(_held(b, self.width) for b in (*blocks, *ruling.blocks)))
+        width = self.width if self.multiplies_wide else 1
+        return Product(work, blocks[0].dtype, sum(_held(b, width) for b in (*blocks, *ruling.blocks)))
 
     def new(self, var: Var, layout: Layout, buffer: Buffer) -> Buffer:
         """Of a value that an equation makes."""
