@@ -16,6 +16,8 @@ from scaling import fit, sizes
 OTHERS = ("replicated", "shard_map", "zero1", "fsdp")
 OVER_ZERO1 = 1.5
 BEHIND_REPLICATED = 1.03
+BEHIND_FSDP = 1.03
+MORE_MEMORY = 1.05
 BEHIND_EXPERT = 1.05
 CALL = 1.3
 PLANNING_S = 20.0
@@ -59,6 +61,8 @@ def judge(folder: Path = RESULTS) -> list[Goal]:
         goal(f"update-bound, 8 devices: {FACTOR:g} times as fast as replicated", faster(eight, "replicated", FACTOR)),
         goal(f"update-bound: {OVER_ZERO1:g} times as fast as ZeRO-1 by hand", faster(bound, "zero1", OVER_ZERO1)),
         goal("compute-bound: at most 3 % behind replicated", behind(rest, None, "replicated", BEHIND_REPLICATED)),
+        goal("at most 3 % behind FSDP by hand", behind(found, None, "fsdp", BEHIND_FSDP)),
+        goal("no more memory than by hand (5 %): ZeRO-1 if weights are whole, FSDP if sharded", no_more_memory(found)),
         goal("at most 5 % behind the expert", behind(found, "shardstep", "expert", BEHIND_EXPERT)),
         goal(
             "weights sharded: at most 5 % behind the expert",
@@ -123,10 +127,23 @@ def linear(rows: list[Row]) -> Found:
 
 
 def no_more_bytes(measured: Measured) -> Found:
+    """Than the replicated step that shares its examples (`jit` has everyone compute all microbatches)."""
     for key, cell in measured.items():
+        replicated = max(cell[name]["wire_bytes"] for name in ("replicated", "shard_map") if name in cell)
         for variant in ("shardstep", "shardstep-sharded"):
-            ratio = cell[variant]["wire_bytes"] / cell["replicated"]["wire_bytes"]
+            ratio = cell[variant]["wire_bytes"] / replicated
             yield f"{key}, {variant}: {ratio:.4f} of replicated", ratio <= 1.0 + 1e-3  # norms are sums of their own
+
+
+def no_more_memory(measured: Measured) -> Found:
+    """Arguments and temporaries of each device."""
+    for key, cell in measured.items():
+        ours = default(cell)
+        by_hand = cell.get("fsdp" if ours["variant"] == "shardstep-sharded" else "zero1")
+        if by_hand:
+            needed, theirs = (row["arg_bytes"] + row["temp_bytes"] for row in (ours, by_hand))
+            text = f"{key}, {ours['variant']}: {needed / 1e6:.1f} MB against {theirs / 1e6:.1f}"
+            yield text, needed <= MORE_MEMORY * theirs
 
 
 def torch(found: list[Row]) -> Found:

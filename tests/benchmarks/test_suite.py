@@ -258,7 +258,7 @@ def verdicts(folder):
 
 def test_goals_are_met_where_the_figures_say_so(results):
     rows = rows_of("m", "adam", 0.9, **FAST, expert=96.0, expert_sharded=96.0)
-    rows += rows_of("c", "adam", 0.1, replicated=100.0, shardstep=102.0, shardstep_sharded=120.0)
+    rows += rows_of("c", "adam", 0.1, replicated=100.0, fsdp=100.0, shardstep=102.0, shardstep_sharded=120.0)
     calls = [{"leaves": 1000, "devices": 8, "jit_us": 10.0, "shardstep_us": 12.0, "ratio": 1.2}]
     found = goals.judge(results(rows, calls, [{"leaves": 10_000, "plan_s": 19.0, "trace_s": 3.0}]))
     assert {goal.name: goal.verdict for goal in found if goal.verdict != "met"} == {
@@ -293,6 +293,7 @@ def test_the_goals_of_other_machines_are_judged_too():
         ({"replicated": 299.0, "shard_map": 299.0}, 0.9, "update-bound, 8 devices: 3 times as fast as replicated"),
         ({"zero1": 149.0}, 0.9, "update-bound: 1.5 times as fast as ZeRO-1 by hand"),
         ({"replicated": 96.0}, 0.1, "compute-bound: at most 3 % behind replicated"),
+        ({"fsdp": 96.0}, 0.1, "at most 3 % behind FSDP by hand"),
         ({"expert": 95.0}, 0.9, "at most 5 % behind the expert"),
         ({"expert_sharded": 95.0}, 0.9, "weights sharded: at most 5 % behind the expert"),
     ],
@@ -300,6 +301,18 @@ def test_the_goals_of_other_machines_are_judged_too():
 def test_each_goal_can_be_missed(results, changed, share, missed):
     found = goals.judge(results(rows_of("m", "adam", share, **{**FAST, **changed})))
     assert [goal.name for goal in found if goal.missed] == [missed]
+
+
+def test_memory_is_compared_with_the_same_weights_at_rest(results):
+    rows = {row["variant"]: row for row in rows_of("m", "adam", 0.9, **FAST)}
+    rows["shardstep"]["temp_bytes"] = 12  # 10 % more
+    goal = "no more memory than by hand (5 %)"
+    assert verdicts(results(rows.values()))[goal].missed
+    rows["zero1"]["temp_bytes"] = 11
+    assert not verdicts(results(rows.values()))[goal].missed
+    rows["shardstep-sharded"]["default"] = True
+    rows["fsdp"]["temp_bytes"] = 5
+    assert verdicts(results(rows.values()))[goal].missed
 
 
 def test_what_auto_chooses_is_what_counts(results):
